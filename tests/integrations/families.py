@@ -15,6 +15,7 @@ import argparse
 import inspect
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -144,22 +145,24 @@ def tiny_config(model_type: str) -> Any:
 
 
 def tiny_model(model_type: str, implementation: str) -> Any:
-    """A float32 model in eval mode, with the same weights for each implementation."""
+    """The model of a type, with the same weights for each implementation."""
     import transformers
 
-    config = tiny_config(model_type)
-    torch.manual_seed(3)
-    kind = getattr(transformers, causal_lm_types()[model_type])
+    return made_model(getattr(transformers, causal_lm_types()[model_type]), lambda: tiny_config(model_type), implementation)
+
+
+def made_model(kind: Any, config: Callable[[], Any], implementation: str) -> Any:
+    """A model of a class, by `prepared_model`. Raises RuntimeError if its config, which `config` makes, is not tiny."""
     with torch.device("meta"):
-        size = sum(p.numel() for p in kind._from_config(tiny_config(model_type), attn_implementation="eager").parameters())
+        size = sum(p.numel() for p in kind._from_config(config(), attn_implementation="eager").parameters())
     if size > 60e6:
         raise RuntimeError(f"no tiny config: {size / 1e6:.0f} M parameters")
-    model = kind._from_config(config, attn_implementation=implementation, dtype=torch.float32)
-    return prepared_model(model)
+    torch.manual_seed(3)
+    return prepared_model(kind._from_config(config(), attn_implementation=implementation, dtype=torch.float32))
 
 
 def prepared_model(model: Any) -> Any:
-    """The model with the same weights each time, in eval mode unless its class has gradients in train mode only."""
+    """The model in the dtype of its case, with the same weights each time; in eval mode unless its case says train mode."""
     case = case_of(type(model).__name__)
     model.train(case.train).to(case.dtype)
     if hasattr(model, "set_default_language"):
@@ -234,17 +237,17 @@ def _differs(got: tuple[Tensor, list[Tensor]], want: tuple[Tensor, list[Tensor]]
     return loss, max(grads)
 
 
-def _outcome(run: Any, want: tuple[Tensor, list[Tensor]]) -> Outcome:
+def outcome_of(run: Any, want: tuple[Tensor, list[Tensor]]) -> Outcome:
     try:
         got = run()
     except Exception as error:
-        return _failure(error)
+        return failure_of(error)
     loss, grads = _differs(got, want)
     right = loss < 1e-5 and grads < 2e-4
     return Outcome(verdict="right" if right else "WRONG", detail=f"loss {loss:.0e}, gradients {grads:.0e}")
 
 
-def _failure(error: BaseException) -> Outcome:
+def failure_of(error: BaseException) -> Outcome:
     text = " ".join(str(error).split())
     explained = isinstance(error, (ValueError, NotImplementedError)) and any(word in text for word in ("longspan", "prepare_batch"))
     return Outcome(verdict="raises" if explained else "WRONG", detail=f"{type(error).__name__}: {text}"[:600])
@@ -257,35 +260,35 @@ def try_family(model_type: str, kinds: tuple[str, ...] = KINDS) -> dict[str, Any
         try:
             eager = tiny_model(model_type, "eager")
         except Exception as error:
-            return {"not tested": _failure(error).detail}
+            return {"not tested": failure_of(error).detail}
         if mixers_of(eager):  # on ranks, such layers divide a batch by its rows
             kinds = (*kinds, "many rows")
         wanted: dict[str, Any] = {}
         batches = {kind: case_of(type(eager).__name__).batch(batch_of(kind)) for kind in kinds}
         for kind in kinds:
             try:
-                wanted[kind] = results(eager, {**batches[kind], **_without_cache(eager)})
+                wanted[kind] = results(eager, {**batches[kind], **without_cache(eager)})
             except Exception as error:
-                wanted[kind] = _failure(error).detail
+                wanted[kind] = failure_of(error).detail
         if isinstance(wanted[kinds[0]], str):
             return {"not tested": wanted[kinds[0]]}
         outcome: dict[str, Any] = {"one process": {}, "ranks": {}}
         try:
             model = tiny_model(model_type, "longspan")
         except Exception as error:
-            failure = _failure(error)
+            failure = failure_of(error)
             return {where: dict.fromkeys(kinds, failure) for where in outcome}
         for kind in kinds:
             if isinstance(wanted[kind], str):
                 outcome["one process"][kind] = outcome["ranks"][kind] = Outcome(verdict="not tested", detail=wanted[kind])
                 continue
-            arguments = {**batches[kind], **_without_cache(model)}
-            outcome["one process"][kind] = _outcome(lambda m=model, a=arguments: results(m, a), wanted[kind])
-            outcome["ranks"][kind] = _outcome(lambda m=model, b=batches[kind]: on_ranks(m, b), wanted[kind])
+            arguments = {**batches[kind], **without_cache(model)}
+            outcome["one process"][kind] = outcome_of(lambda m=model, a=arguments: results(m, a), wanted[kind])
+            outcome["ranks"][kind] = outcome_of(lambda m=model, b=batches[kind]: on_ranks(m, b), wanted[kind])
         return outcome
 
 
-def _without_cache(model: Any) -> dict[str, Any]:
+def without_cache(model: Any) -> dict[str, Any]:
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
@@ -329,7 +332,7 @@ _REASONS = (
 )
 
 
-def _reason(detail: str) -> str:
+def reason_of(detail: str) -> str:
     """An error in a few words."""
     for pattern, text in _REASONS:
         match = re.search(pattern, detail)
@@ -345,25 +348,25 @@ def _reason(detail: str) -> str:
 def verdicts(outcome: dict[str, Any]) -> tuple[str, str, str]:
     """(verdict on one process, on three ranks, note) of a family."""
     if "not tested" in outcome:
-        return "not tested", "not tested", _reason(outcome["not tested"])
-    found, notes = [], []
+        return "not tested", "not tested", reason_of(outcome["not tested"])
+    columns, notes = [], []
     for where in ("one process", "ranks"):
         cells = {kind: cell for kind, cell in outcome[where].items() if cell.verdict != "not tested"}
         kinds = {cell.verdict for cell in cells.values()}
         packed = cells.get("packed")
         if kinds == {"right"}:
-            found.append("right")
+            columns.append("right")
         elif "WRONG" in kinds:
-            found.append("WRONG")
+            columns.append("WRONG")
             notes.append(next(cell.detail for cell in cells.values() if cell.verdict == "WRONG"))
         elif packed is not None and packed.verdict == "raises" and {c.verdict for k, c in cells.items() if k != "packed"} == {"right"}:
-            found.append("right")
+            columns.append("right")
             stated = "Give document_ids" in packed.detail
             notes.append("packed with `document_ids` only" if stated else "not packed: it would not separate documents")
         else:
-            found.append("raises")
-            notes.append(next(_reason(cell.detail) for cell in cells.values() if cell.verdict == "raises"))
-    return found[0], found[1], "; ".join(dict.fromkeys(notes))
+            columns.append("raises")
+            notes.append(next(reason_of(cell.detail) for cell in cells.values() if cell.verdict == "raises"))
+    return columns[0], columns[1], "; ".join(dict.fromkeys(notes))
 
 
 def row(model_type: str, outcome: dict[str, Any]) -> str:
@@ -371,14 +374,14 @@ def row(model_type: str, outcome: dict[str, Any]) -> str:
     return line_of([model_type, f"`{causal_lm_types()[model_type]}`"], verdicts(outcome), causal_lm_types()[model_type])
 
 
-def line_of(first: list[str], verdicts: tuple[str, str, str], class_name: str) -> str:
+def line_of(first: list[str], cells: tuple[str, str, str], class_name: str) -> str:
     """A line of a table: first cells, verdicts and note. A note begins with inputs beside tokens and the required package."""
     case = case_of(class_name)
     given = case.batch(batch_of("plain"), with_images=True).keys() - batch_of("plain").keys()
     inputs = f"{'with' if case.images is None else 'also with'} {', '.join(f'`{name}`' for name in sorted(given))}" if given else ""
     package = f"needs {case.package}" if case.package else ""
     dtype = "" if case.dtype == torch.float32 else f"in {case.dtype}".replace("torch.", "")
-    return f"| {' | '.join([*first, *verdicts[:2], '; '.join(filter(None, [inputs, package, dtype, verdicts[2]]))])} |"
+    return f"| {' | '.join([*first, *cells[:2], '; '.join(filter(None, [inputs, package, dtype, cells[2]]))])} |"
 
 
 def page(rows: dict[str, str]) -> str:
@@ -419,7 +422,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="model types; default: all")
     names = parser.parse_args().names or list(causal_lm_types())
     rows = written_rows() if PAGE.exists() else {}
-    for name in filter(lambda name: case_of(causal_lm_types()[name]).is_possible, names):
+    for name in [name for name in names if case_of(causal_lm_types()[name]).is_possible]:
         outcome = try_family(name)
         rows[name] = row(name, outcome)
         print(rows[name], flush=True)

@@ -117,8 +117,8 @@ _ASSISTANT = Case(
 )  # fmt: skip
 _REFORMER = Case(settings={"hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0}, train=True)
 
-# Causal LMs
 CASES: dict[str, Case] = {
+    # causal LMs
     "BltForCausalLM": Case(
         settings={
             "encoder_hash_byte_group_vocab": 50, "encoder_hash_byte_group_size": [3, 4], "patching_mode": "entropy",

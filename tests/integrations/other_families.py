@@ -15,16 +15,16 @@ import torch
 from tests.integrations.families import (
     LENGTH,
     Outcome,
-    _failure,
-    _outcome,
-    _reason,
-    _without_cache,
     batch_of,
+    failure_of,
     line_of,
+    made_model,
     on_ranks,
-    prepared_model,
+    outcome_of,
+    reason_of,
     results,
     tiny_settings,
+    without_cache,
 )
 from tests.integrations.family_cases import case_of
 
@@ -64,24 +64,22 @@ def labelled_batch(kind: str, model: Any) -> dict[str, torch.Tensor]:
 
 
 def tiny_model(key: tuple[str, str], implementation: str) -> Any:
-    """A float32 model in eval mode, with the same weights for each implementation."""
+    """The model of a class, with the same weights for each implementation."""
     import transformers
     from transformers import CONFIG_MAPPING
 
     section, model_type = key
-    kind = getattr(transformers, classes()[key])
-    settings = tiny_settings(CONFIG_MAPPING[model_type], classes()[key])
-    if section == "encoder":
-        settings["is_decoder"] = False
-    config = CONFIG_MAPPING[model_type](**settings)
-    with torch.device("meta"):
-        size = sum(p.numel() for p in kind._from_config(CONFIG_MAPPING[model_type](**settings), attn_implementation="eager").parameters())
-    if size > 20e6:
-        raise RuntimeError(f"no tiny config: {size / 1e6:.0f} M parameters")
-    if section == "encoder-decoder" and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = 1
-    torch.manual_seed(3)
-    return prepared_model(kind._from_config(config, attn_implementation=implementation, dtype=torch.float32))
+
+    def config() -> Any:
+        settings = tiny_settings(CONFIG_MAPPING[model_type], classes()[key])
+        if section == "encoder":
+            settings["is_decoder"] = False
+        made = CONFIG_MAPPING[model_type](**settings)
+        if section == "encoder-decoder" and getattr(made, "decoder_start_token_id", None) is None:
+            made.decoder_start_token_id = 1
+        return made
+
+    return made_model(getattr(transformers, classes()[key]), config, implementation)
 
 
 def try_class(key: tuple[str, str]) -> dict[str, Any]:
@@ -91,35 +89,35 @@ def try_class(key: tuple[str, str]) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         try:
             eager = tiny_model(key, "eager")
-            wanted = {kind: results(eager, {**labelled_batch(kind, eager), **_without_cache(eager)}) for kind in kinds}
+            wanted = {kind: results(eager, {**labelled_batch(kind, eager), **without_cache(eager)}) for kind in kinds}
         except Exception as error:
-            return {"not tested": _failure(error).detail}
+            return {"not tested": failure_of(error).detail}
         if not all(bool(torch.isfinite(loss)) for loss, _ in wanted.values()):
             return {"not tested": "the loss of eager attention is not finite"}
         try:
             model = tiny_model(key, "longspan")
         except Exception as error:
-            return {where: dict.fromkeys(kinds, _failure(error)) for where in ("one process", "ranks")}
+            return {where: dict.fromkeys(kinds, failure_of(error)) for where in ("one process", "ranks")}
         outcome: dict[str, dict[str, Outcome]] = {"one process": {}, "ranks": {}}
         for kind in kinds:
-            arguments = {**labelled_batch(kind, model), **_without_cache(model)}
-            outcome["one process"][kind] = _outcome(lambda m=model, a=arguments: results(m, a), wanted[kind])
+            arguments = {**labelled_batch(kind, model), **without_cache(model)}
+            outcome["one process"][kind] = outcome_of(lambda m=model, a=arguments: results(m, a), wanted[kind])
             batch = labelled_batch(kind, model)
-            outcome["ranks"][kind] = _outcome(lambda m=model, b=batch: on_ranks(m, b), wanted[kind])
+            outcome["ranks"][kind] = outcome_of(lambda m=model, b=batch: on_ranks(m, b), wanted[kind])
         return outcome
 
 
 def verdicts(outcome: dict[str, Any]) -> tuple[str, str, str]:
     """(verdict on one process, on three ranks, note): the worst of all batches. That images alone raise is a note."""
     if "not tested" in outcome:
-        return "not tested", "not tested", _reason(outcome["not tested"])
+        return "not tested", "not tested", reason_of(outcome["not tested"])
     cells, notes = [], []
     for where, words in (("one process", "on one process"), ("ranks", "on three ranks")):
         kind, worst = next(((k, c) for v in ("WRONG", "raises") for k, c in outcome[where].items() if c.verdict == v), (None, None))
         only_images = worst is not None and worst.verdict == "raises" and kind in IMAGE_KINDS  # they come last
         cells.append("right" if worst is None or only_images else worst.verdict)
         if worst is not None:
-            reason = _reason(worst.detail) if worst.verdict == "raises" else worst.detail[:200]
+            reason = reason_of(worst.detail) if worst.verdict == "raises" else worst.detail[:200]
             notes.append(f"images raise {words}: {reason}" if only_images else reason)
     return cells[0], cells[1], "; ".join(dict.fromkeys(notes))
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tests.integrations.families import _reason, batch_of, causal_lm_types, on_ranks, row, tiny_model, try_family, written_rows
+from tests.integrations.families import batch_of, causal_lm_types, on_ranks, reason_of, row, tiny_model, try_family, written_rows
 from tests.integrations.family_cases import case_of
 
 SAMPLE = ("opt", "lfm2", "git")  # right but for packed position_ids; layers that are not attention; with an image
@@ -31,9 +31,9 @@ def test_all_families_are_tested_and_none_is_silently_wrong() -> None:
 
 
 def test_notes_are_sentences_or_end_at_a_word() -> None:
-    assert _reason("KeyError: 'x'") == "KeyError: 'x'"
-    assert _reason("RuntimeError: Validation error for 'x': ValueError: a must be b. Call c() first.") == "a must be b"
-    assert _reason("ValueError: " + "word " * 40) == "word " * 24 + "…"
+    assert reason_of("KeyError: 'x'") == "KeyError: 'x'"
+    assert reason_of("RuntimeError: Validation error for 'x': ValueError: a must be b. Call c() first.") == "a must be b"
+    assert reason_of("ValueError: " + "word " * 40) == "word " * 24 + "…"
 
 
 def test_attention_code_of_its_own_that_fails_on_a_shard_raises() -> None:
