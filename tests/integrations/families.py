@@ -304,10 +304,11 @@ def on_ranks(model: Any, batch: dict[str, Tensor], **options: Any) -> tuple[Tens
 
 # ----------------------------------------------------------------------------------------------------------------------- the page
 
+NOT_LISTED = "not on the list of types for ranks"
 # Beginnings of reasons by a part of the message.
 _REASONS = (
-    (r"got an encoder(-decoder)? of type ('\S+'), which is not supported", "not supported"),
-    (r"expected config= to be an encoder-decoder model", "not supported"),
+    (r"got an encoder(-decoder)? of type ('\S+'), which is not supported", NOT_LISTED),
+    (r"expected config= to be an encoder-decoder model", NOT_LISTED),
     (r"expected layers of type .*, got (.*) in \w+:", r"layers of type \1"),
     (r"in which (\S+?),? .*would mix", r"`\1` mixes tokens"),
     (r"computes its loss by code of its own", "computes its loss by code of its own"),
@@ -322,10 +323,10 @@ _REASONS = (
     (r"expected this rank's \d+ tokens as the first argument of (\w+)", r"`\1` mixes tokens in another order of dims"),
     (r"expected labels of shape .* got shape \(\d+, \d+, \d+\)", "labels by codebook"),
     (r"expected labels of shape .* got shape", "labels of other tokens than `input_ids`"),
-    (r"expected queries and keys of the same tokens", "attends to other tokens than its own"),
-    (r"expected inputs_embeds \[.* of the whole batch for (\w+)", r"`\1` takes images itself"),
+    (r"expected queries and keys of the same tokens", "queries and keys of different tokens"),
+    (r"expected inputs_embeds \[.* of the whole batch for (\w+)", r"`\1` embeds images itself"),
     (r"got not a causal layer, (\w+)", r"`\1` is not causal"),
-    (r"expected a mask for \d+ queries over \d+ keys", "cross-attention that is called causal"),
+    (r"expected a mask for \d+ queries over \d+ keys", "cross-attention with `is_causal` set"),
     (r"got attention_mask of (shape|type)", "makes a mask of query-key pairs"),
     (r"shows tokens of padding on the left", "its mask shows padding on the left"),
     (r"^KeyError: '(full|sliding)_attention'", "no RoPE parameters by layer type"),
@@ -407,7 +408,7 @@ The causal LM of every model type of transformers {version}, tried with a tiny r
 Batches of {tokens} tokens are plain, packed (`position_ids`), or padded left or right. On one process, the loss and the gradient of every
 parameter are compared with eager attention. On three ranks, their sums over ranks are compared with eager attention on one process.
 Models with layers without attention also run a plain batch of more rows than ranks, which these layers divide by rows. Notes name inputs
-beside tokens, and packages, that a class requires.
+beside tokens, and packages, that a class requires. If both columns raise for different reasons, the note has that of one process first.
 
 - *right*: loss to 1e-5, gradients to 2e-4, in float32 if the note does not say otherwise.
 - *raises*: an error says why, before or instead of a result.

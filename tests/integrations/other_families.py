@@ -133,7 +133,8 @@ _HEAD = """# Encoders, encoder-decoders, vision-language models
 The classes of transformers {version} for masked language modelling, sequence-to-sequence and image-text-to-text, as far as they are not on
 the page of [causal LMs](families.md), tried with a tiny random model and text batches: plain, padded left, padded right. Verdicts as there.
 Classes that require images or other inputs get them beside the text, or in place of an encoder's text: a note begins with these inputs.
-"Also with": batches with images, plain and padded left, beside those of text alone. Other vision-language classes get text alone.
+"Also with": batches with images, plain and padded left, beside those of text alone. Classes of images or audio whose note
+names no such inputs get text alone.
 `python -m tests.integrations.other_families` writes this page.
 """
 
