@@ -58,7 +58,7 @@ def merged(settings: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def random(*shape: int) -> Tensor:
+def fixed_randn(*shape: int) -> Tensor:
     """Random numbers, the same each time."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(11))
 
@@ -80,7 +80,7 @@ def case_of(name: str) -> Case:
 
 def pixels(*shape: int) -> Callable[[Batch], Batch]:
     """`pixel_values` of one image of a shape for each row."""
-    return lambda batch: {"pixel_values": random(len(batch["labels"]), *shape)}
+    return lambda batch: {"pixel_values": fixed_randn(len(batch["labels"]), *shape)}
 
 
 def _codebooks(batch: Batch) -> Batch:
@@ -94,10 +94,10 @@ def _shared_kv(batch: Batch) -> Batch:
     """Embeddings of a larger model and the KV of its last layers, 2 KV heads of head dim 8 and 16."""
     rows, tokens = batch["input_ids"].shape
     kv = {
-        kind: (random(rows, 2, tokens, dim), random(rows, 2, tokens, dim))
+        kind: (fixed_randn(rows, 2, tokens, dim), fixed_randn(rows, 2, tokens, dim))
         for kind, dim in (("sliding_attention", 8), ("full_attention", 16))
     }
-    return {"input_ids": None, "inputs_embeds": random(rows, tokens, 2 * 20), "shared_kv_states": kv}
+    return {"input_ids": None, "inputs_embeds": fixed_randn(rows, tokens, 2 * 20), "shared_kv_states": kv}
 
 
 _VIT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
@@ -165,7 +165,7 @@ CASES: dict[str, Case] = {
             "word_timestamp_config": {"blank_token_id": 60}, "audio_token_id": IMAGE,
         },
         images=lambda batch: {
-            **image_tokens(batch, 3), "input_features": random(2, 24, 128), "input_features_mask": torch.ones(2, 24, dtype=torch.long),
+            **image_tokens(batch, 3), "input_features": fixed_randn(2, 24, 128), "input_features_mask": torch.ones(2, 24, dtype=torch.long),
         },
     ),
     "ProphetNetForConditionalGeneration": Case(settings={"add_cross_attention": True, "is_decoder": False}),
@@ -174,6 +174,6 @@ CASES: dict[str, Case] = {
     ),
     "VoxtralRealtimeForConditionalGeneration": Case(
         settings={"audio_config": {"num_mel_bins": 6}, "downsample_factor": 2},
-        inputs=lambda batch: {"input_features": random(len(batch["labels"]), 6, 4 * batch["input_ids"].shape[1])},
+        inputs=lambda batch: {"input_features": fixed_randn(len(batch["labels"]), 6, 4 * batch["input_ids"].shape[1])},
     ),
 }  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.integrations.family_cases import COMPASS_ROPE, FIRST, IMAGE, Batch, Case, image_tokens, merged, pixels, random
+from tests.integrations.family_cases import COMPASS_ROPE, FIRST, IMAGE, Batch, Case, fixed_randn, image_tokens, merged, pixels
 
 _MROPE: dict[str, Any] = {
     "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
@@ -28,7 +28,7 @@ def _grids(*patch: int, grid: str = "image_grid_thw", types: bool = False, count
         tokens = image_tokens(batch, count)
         sizes = torch.tensor([[1, 4, 6]] * 2)[:, 1 if grid == "image_grid_hw" else 0 :]
         kinds = {"mm_token_type_ids": (tokens["input_ids"] == IMAGE).int()} if types else {}
-        return {**tokens, "pixel_values": random(48, *patch), grid: sizes, **kinds}
+        return {**tokens, "pixel_values": fixed_randn(48, *patch), grid: sizes, **kinds}
 
     return inputs
 
@@ -50,7 +50,13 @@ def _pooled(batch: Batch) -> Batch:
     squares = torch.cat([squares, squares.flip(0)])
     pooling = {"image_token_pooling": torch.cat([squares, squares + 16]), "image_grids": torch.full((2, 4), 2)}
     types = (tokens["input_ids"] == IMAGE).int()
-    return {**tokens, **pooling, "pixel_values": random(2, 16, 48), "image_num_crops": torch.ones(2).long(), "mm_token_type_ids": types}
+    return {
+        **tokens,
+        **pooling,
+        "pixel_values": fixed_randn(2, 16, 48),
+        "image_num_crops": torch.ones(2).long(),
+        "mm_token_type_ids": types,
+    }
 
 
 def _image_before_prompt(batch: Batch) -> Batch:
@@ -61,7 +67,7 @@ def _image_before_prompt(batch: Batch) -> Batch:
 
 def _image_seen_by_tokens(batch: Batch) -> Batch:
     """One image per row, which is not among the tokens: every token sees it."""
-    return {"pixel_values": random(2, 1, 3, 8, 8), "image_attention_mask": torch.ones(*batch["input_ids"].shape, 1, dtype=torch.long)}
+    return {"pixel_values": fixed_randn(2, 1, 3, 8, 8), "image_attention_mask": torch.ones(*batch["input_ids"].shape, 1, dtype=torch.long)}
 
 
 def _image_at_places(batch: Batch) -> Batch:
@@ -78,7 +84,7 @@ def _instructed(*shape: int, count: int) -> Callable[[Batch], Batch]:
 def _row_of_patches(*grid: int, count: int) -> Callable[[Batch], Batch]:
     """Two images of a grid of patches of 4 × 4 pixels, `count` tokens each, all patches side by side."""
     sizes = torch.tensor([grid] * 2)
-    return lambda batch: {**image_tokens(batch, count), "pixel_values": random(1, 3, 4, 8 * grid[0] * grid[1]), "target_sizes": sizes}
+    return lambda batch: {**image_tokens(batch, count), "pixel_values": fixed_randn(1, 3, 4, 8 * grid[0] * grid[1]), "target_sizes": sizes}
 
 
 def _image_and_slice(batch: Batch) -> Batch:
@@ -86,13 +92,13 @@ def _image_and_slice(batch: Batch) -> Batch:
     images, places = _row_of_patches(4, 8, count=2)(batch), torch.arange(FIRST - 1, FIRST + 8)
     marked = torch.tensor([50, IMAGE, IMAGE, 51, 52, IMAGE, IMAGE, IMAGE, 53]).expand(2, 9)
     ids, labels = images["input_ids"].index_copy(1, places, marked), images["labels"].index_fill(1, places, -100)
-    grids = {"target_sizes": torch.tensor([[4, 8], [4, 12]] * 2), "pixel_values": random(1, 3, 4, 4 * 160)}
+    grids = {"target_sizes": torch.tensor([[4, 8], [4, 12]] * 2), "pixel_values": fixed_randn(1, 3, 4, 4 * 160)}
     return {"input_ids": ids, "labels": labels, **grids, "mm_token_type_ids": (ids == IMAGE).int()}
 
 
 def _image_and_crops(batch: Batch) -> Batch:
     """An image of four tokens and a crop of it of one token in each row."""
-    crops = {"pixel_values_local": random(2, 3, 16, 16), "num_local_patches": torch.tensor([1, 1])}
+    crops = {"pixel_values_local": fixed_randn(2, 3, 16, 16), "num_local_patches": torch.tensor([1, 1])}
     return {**_images(3, 32, 32, count=5)(batch), **crops}
 
 
@@ -101,22 +107,22 @@ def _cross_attended_image(batch: Batch) -> Batch:
     places = torch.arange(batch["input_ids"].shape[1])
     seen = torch.stack([places > 14, places > 20], 1).expand(2, 1, -1, 2).transpose(1, 2)
     ratio = {"aspect_ratio_ids": torch.full((2, 1), 2), "aspect_ratio_mask": torch.ones(2, 1, 2, dtype=torch.long)}
-    return {"pixel_values": random(2, 1, 2, 3, 8, 8), **ratio, "cross_attention_mask": seen.long()}
+    return {"pixel_values": fixed_randn(2, 1, 2, 3, 8, 8), **ratio, "cross_attention_mask": seen.long()}
 
 
 def _actions(batch: Batch) -> Batch:
     """The state and the actions of a robot, in place of labels, an image of four tokens, and the noise of a diffusion step."""
-    images = {"pixel_values": random(2, 1, 3, 8, 8), "pixel_attention_mask": torch.ones(2, 1, dtype=torch.bool)}
-    step = {"noise": random(2, 6, 5).flip(0), "timestep": torch.tensor([0.3, 0.8])}
+    images = {"pixel_values": fixed_randn(2, 1, 3, 8, 8), "pixel_attention_mask": torch.ones(2, 1, dtype=torch.bool)}
+    step = {"noise": fixed_randn(2, 6, 5).flip(0), "timestep": torch.tensor([0.3, 0.8])}
     tokens = {"input_ids": image_tokens(batch, 4)["input_ids"], "labels": None}
-    return {**tokens, **images, **step, "state": random(2, 5), "actions": random(2, 6, 5)}
+    return {**tokens, **images, **step, "state": fixed_randn(2, 5), "actions": fixed_randn(2, 6, 5)}
 
 
 def _patches(batch: Batch) -> Batch:
     """Patches of 24 numbers after their row and column, in place of an encoder's tokens; the second image has fewer."""
     places = torch.cartesian_prod(torch.arange(3.0), torch.arange(5.0)).expand(2, 15, 2)
     real = torch.arange(15) < torch.tensor([[15], [11]])
-    return {"flattened_patches": torch.cat([places, random(2, 15, 24)], 2), "input_ids": None, "attention_mask": real.long()}
+    return {"flattened_patches": torch.cat([places, fixed_randn(2, 15, 24)], 2), "input_ids": None, "attention_mask": real.long()}
 
 
 def _page(batch: Batch) -> Batch:
@@ -137,19 +143,19 @@ def _patches_by_shape(batch: Batch) -> Batch:
     """Images of 4 × 6 and 4 × 4 patches of 48 numbers, the second padded: 6 and 4 tokens."""
     shapes = torch.tensor([[4, 6], [4, 4]])
     real = torch.arange(24) < shapes.prod(1)[:, None]
-    images = {"pixel_values": random(2, 24, 48), "spatial_shapes": shapes, "pixel_attention_mask": real.long()}
+    images = {"pixel_values": fixed_randn(2, 24, 48), "spatial_shapes": shapes, "pixel_attention_mask": real.long()}
     return {**image_tokens(batch, torch.tensor([[6], [4]])), **images}
 
 
 def _images_by_size(batch: Batch) -> Batch:
     """Images of 16 × 24 and 16 × 16 pixels, padded to one shape: 6 and 4 tokens."""
-    images = {"pixel_values": random(2, 3, 16, 24), "image_sizes": torch.tensor([[16, 24], [16, 16]])}
+    images = {"pixel_values": fixed_randn(2, 3, 16, 24), "image_sizes": torch.tensor([[16, 24], [16, 16]])}
     return {**image_tokens(batch, torch.tensor([[6], [4]])), **images}
 
 
 def _tiles_by_size(batch: Batch) -> Batch:
     """Images of 8 × 16 and 16 × 8 pixels in tiles of 8 × 8 after a small copy: 14 and 16 tokens, one behind each line of patches."""
-    images = {"pixel_values": random(2, 3, 3, 8, 8), "image_sizes": torch.tensor([[8, 16], [16, 8]])}
+    images = {"pixel_values": fixed_randn(2, 3, 3, 8, 8), "image_sizes": torch.tensor([[8, 16], [16, 8]])}
     return {**image_tokens(batch, torch.tensor([[14], [16]])), **images}
 
 
@@ -160,7 +166,7 @@ def _formula(batch: Batch) -> Batch:
 
 def _boxes(batch: Batch) -> Batch:
     """The box of each token on a page, as shares of its width and height."""
-    return {"bbox": random(2, batch["input_ids"].shape[1], 2, 2).sigmoid().sort(2).values.flatten(2)}
+    return {"bbox": fixed_randn(2, batch["input_ids"].shape[1], 2, 2).sigmoid().sort(2).values.flatten(2)}
 
 
 def _canvas(batch: Batch) -> Batch:
