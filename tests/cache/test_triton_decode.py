@@ -77,8 +77,14 @@ def test_a_shorter_sequence_with_more_splits_decodes_as_alone() -> None:
         torch.testing.assert_close(out[i : i + 1].double(), expected[0] if isinstance(expected, tuple) else expected, rtol=1e-4, atol=1e-5)
 
 
+BIAS = torch.randn(4, 151, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+SLOPES = torch.tensor([0.1, 0.02, 0.3, 0.05], device=DEVICE)
+DOCUMENTS = (torch.arange(151) // 43).to(DEVICE)
 GROUPED: dict[str, dict[str, Any]] = {
     "plain": {},
+    "bias": {"score_mod": lambda s, b, h, q, kv: torch.tanh(s + BIAS[h, kv]) - SLOPES[h] * (q - kv)},
+    "bias at two places": {"score_mod": lambda s, b, h, q, kv: s + BIAS[h, q] * BIAS[h, kv] * SLOPES[h]},
+    "documents": {"mask": ls.mask_mod(lambda b, h, q, kv: (DOCUMENTS[q] == DOCUMENTS[kv]) & (kv <= q))},
     "sink": {"sink": torch.tensor([0.3, -1.0, 2.0, 0.1])},
     "window": {"mask": ls.causal() & ls.sliding_window(75)},
     "hidden": {"mask": ls.mask_mod(lambda b, h, q, kv: (kv < 32) | (kv >= 70))},
@@ -98,7 +104,7 @@ def test_groups_of_splits_have_the_same_bits(name: str, length: int, group: int,
     for x, y in zip(*outs, strict=True):
         assert torch.equal(x, y)
     q, k, v = (x.to(DEVICE) for x in tokens)
-    expected = oracle(q, k, v, mask=options.get("mask"), sink=options.get("sink"), return_lse=True)
+    expected = oracle(q, k, v, return_lse=True, **options)
     for x, y in zip(outs[1], expected, strict=True):
         torch.testing.assert_close(x.double(), y[:, :, -2:], rtol=0, atol=1e-5)
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan._kernels.gpu import codegen, launch
-from longspan._kernels.gpu.hoisted_lookups import hoisted_options, uniform_function
+from longspan._kernels.gpu.hoisted_lookups import early_function, early_options, hoisted_options, uniform_function
 from longspan._kernels.gpu.interpreter import interpreted, quiet
 from longspan._masks.joint import joint_of
 from longspan._masks.tracing import trace
@@ -107,3 +107,56 @@ def test_score_and_gradient_from_hoisted_elements_equal_torch(score: Any) -> Non
     expected = score(s, torch.tensor(b), torch.tensor(h), q, kv)
     torch.testing.assert_close(out, expected.detach())
     torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), s)[0])
+
+
+def by_score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return s + SLOPES[torch.clamp(s, 0, 4).to(torch.int64)] * LINE[kv % 57]
+
+
+def test_lookups_that_do_not_depend_on_the_score_are_early() -> None:
+    def ndims(score: Any) -> list[int]:
+        traced = trace(score, "score")
+        captured = traced.captured()
+        return [captured[i].ndim for i in early_options(traced.program, codegen.Options()).hoisted]
+
+    assert ndims(alibi) == [1]
+    assert ndims(mixed) == [0, 2, 1]
+    assert ndims(chosen) == [1, 1, 1]  # also at an index that is itself read
+    assert ndims(two_places) == []
+    traced = trace(by_score, "score")
+    (early,) = early_options(traced.program, codegen.Options()).hoisted
+    assert traced.captured()[early] is LINE
+    assert early_function(None, codegen.Options(hoisted=(0,))) is None
+    assert early_function(trace(two_places, "score").program, codegen.Options()) is None
+
+
+@triton.jit
+def early_probe(
+    s_ptr, out_ptr, b, q_first, kv_first, captured, sizes,
+    EARLY: tl.constexpr, SCORE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    q, kv = q_first + tl.arange(0, ROWS)[:, None], kv_first + tl.arange(0, COLUMNS)[None, :]
+    h = tl.arange(0, ROWS)[:, None] % 5
+    at = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    elements = EARLY(b, h, q, kv, captured, sizes)
+    tl.store(out_ptr + at, SCORE(tl.load(s_ptr + at), b, h, q, kv, elements, sizes))
+
+
+@pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize("score", [alibi, twice, mixed, chosen, within, by_score])
+def test_score_from_early_lookups_equals_torch(score: Any) -> None:
+    """Rows of a tile have different heads, as in decoding."""
+    traced = trace(score, "score")
+    options = early_options(traced.program, codegen.Options(interpreted=True))
+    captured = traced.captured()
+    packed = launch.pack_captured(captured, SLOPES)
+    b, q_first, kv_first = 2, 40, 7
+    s, out = torch.randn(ROWS, COLUMNS), torch.empty(ROWS, COLUMNS)
+    with quiet():
+        early_probe[(1,)](
+            s, out, b, q_first, kv_first, packed, launch.pack_sizes(captured),
+            early_function(traced.program, options), codegen.program_function(traced.program, options), ROWS, COLUMNS,
+        )  # fmt: skip
+    rows = torch.arange(ROWS)[:, None]
+    expected = score(s, torch.tensor(b), rows % 5, q_first + rows, kv_first + torch.arange(COLUMNS)[None, :])
+    torch.testing.assert_close(out, expected)

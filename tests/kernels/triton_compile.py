@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from longspan._kernels.gpu import codegen
+from longspan._kernels.gpu.hoisted_lookups import early_function, early_options
 from longspan._kernels.triton import Tile
 from longspan._kernels.triton.backward import dkdv_kernel, dq_kernel
 from longspan._kernels.triton.config import choose
@@ -128,12 +129,15 @@ def compile_decode(target: int, page_size: int, rows: int, *, latent: bool = Fal
     """Compile the decode kernel for pages, with programs; returns bytes of shared memory. latent: keys of 512 + 64 elements hold values."""
     dim = 512 if latent else 128
     tile = choose_tile(dim=dim, dtype=torch.bfloat16, rows=rows, waves=1.0)
+    program = trace(score, "score").program
+    early = early_options(program, replace(OPTIONS, direct=True))
     known: dict[str, Any] = {
         "MASK": codegen.program_function(trace(mask, "mask").program, OPTIONS), "WINDOW": 100, "PAGE": page_size, "RAGGED": True,
-        "SCORE": codegen.program_function(trace(score, "score").program, OPTIONS), "FOLD": False, "R": 4, "M": rows, "N": tile.n,
+        "SCORE": codegen.program_function(program, early), "FOLD": False, "R": 4, "M": rows, "N": tile.n,
         "D": dim, "DP": dim, "E": dim, "EP": dim, "REST": 64 if latent else 0, "RESTP": 64, "SHARED": latent,
         "SAFE_DIM": 128, "TMA": tile.tma, "PRECISION": "tf32", "EARLY": target >= 90, "flags_ptr": None,
-        "GROUPED": rows == 16 and not latent, "DIRECT": rows == 16 and not latent,
+        "GROUPED": rows == 16 and not latent, "DIRECT": rows == 16 and not latent, "EARLY_MASK": False,
+        "LOOKUPS": early_function(program, early),
     }  # fmt: skip
     kinds: dict[str, Any] = {
         "q_ptr": "*bf16",

@@ -55,7 +55,7 @@ class Options:
     `max_position`: upper bound of positions. `fast`: approximate tanh and reciprocals where nothing discontinuous depends on them
     (`exact_values.decisive`), for 16-bit inputs. `big_tables`: a captured tensor has 2³¹ elements or more. `interpreted`: for Triton's
     interpreter, which has no inline assembly. `hoisted`: captured tensors whose one element in use is in `captured` instead of the
-    pointer (`gpu.hoisted_lookups`).
+    pointer (`gpu.hoisted_lookups`). `direct`: lookups go from global memory to registers (`device_library.load_direct`).
     """
 
     max_position: int = SHORT
@@ -63,6 +63,7 @@ class Options:
     big_tables: bool = False
     interpreted: bool = False
     hoisted: tuple[int, ...] = ()
+    direct: bool = False
 
 
 # The value of an int32 or int64 modulo 2^bits, by its dtype in torch.
@@ -205,7 +206,7 @@ class Emitter:
         if values:
             at = self.offset(table, values, first=len(indices) - len(values))
             place += f" + {at.text}" + ("" if self.options.big_tables else ".to(tl.uint32).to(tl.int64)")
-        text = f"tl.load({place})"
+        text = f"{'load_direct' if self.options.direct and indices else 'tl.load'}({place})"
         text += " != 0" if dtype == torch.bool else "" if str(dtype) == f"torch.{type}" else f".to(tl.{type})"
         return self.let(text, [at] if at else [], **known)
 

@@ -46,6 +46,28 @@ def extent(sizes, WHICH: tl.constexpr):
 
 
 @triton.jit
+def load_direct(pointer):
+    """Load a tile into registers in the layout of its user. Memory that no kernel writes meanwhile.
+
+    `tl.load` inside a pipelined loop copies a tile to shared memory in every stage, 4 bytes at a time if the compiler cannot prove that
+    elements are adjacent. Bytes are returned as int32.
+    """
+    address = pointer.to(tl.int64)
+    kind = pointer.dtype.element_ty
+    if kind.primitive_bitwidth == 8:
+        if kind.is_int_signed():
+            return tl.inline_asm_elementwise("ld.global.nc.s8 $0, [$1];", "=r,l", [address], dtype=tl.int32, is_pure=True, pack=1)
+        else:
+            return tl.inline_asm_elementwise("ld.global.nc.u8 $0, [$1];", "=r,l", [address], dtype=tl.int32, is_pure=True, pack=1)
+    elif kind.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise("ld.global.nc.b16 $0, [$1];", "=h,l", [address], dtype=kind, is_pure=True, pack=1)
+    elif kind.primitive_bitwidth == 32:
+        return tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [address], dtype=kind, is_pure=True, pack=1)
+    else:
+        return tl.inline_asm_elementwise("ld.global.nc.b64 $0, [$1];", "=l,l", [address], dtype=kind, is_pure=True, pack=1)
+
+
+@triton.jit
 def mul_rn(x, y):
     """A float32 product that the compiler does not fuse into a multiply-add."""
     return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)

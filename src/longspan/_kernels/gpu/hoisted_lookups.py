@@ -1,11 +1,12 @@
-"""Lookups of a score mod that depend on batch row and head alone: loaded before the loop over tiles, not in each of its steps.
+"""Lookups of a score mod that are loaded before the scores are there, whose wait would otherwise end with the latency of the load.
 
-A slope per head (ALiBi) or a learned temperature is the same for all pairs of a head. Inside the loop, its load follows the wait for
-the scores and delays the softmax by the load's latency.
+uniform: by batch row and head alone, as a slope per head (ALiBi) or a learned temperature: loaded before the loop over tiles.
+early: by anything but the score, as a bias per head and key: loaded at the beginning of each step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -13,8 +14,12 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from longspan._kernels.gpu.codegen import ByKey, Emitter, JointByKey, Options, function_source, loaded
+from longspan._kernels.gpu.lookup_bounds import behind
 from longspan._masks.joint import Joint
 from longspan._masks.program import Program, op_name
+
+_UNIFORM = ("b", "h")  # inputs that places of lookups may depend on
+_EARLY = ("b", "h", "q", "kv", "captured")
 
 
 def _lookups(graph: Graph) -> dict[int, list[tuple[Any, ...]]]:
@@ -28,58 +33,64 @@ def _lookups(graph: Graph) -> dict[int, list[tuple[Any, ...]]]:
     return reads
 
 
-def _uniform(graph: Graph) -> set[Node]:
-    """The nodes whose values depend on neither q, kv, the score nor its gradient."""
-    uniform: set[Node] = set()
+def _following(graph: Graph, inputs: Sequence[str]) -> set[Node]:
+    """The nodes whose values depend on placeholders of these names alone."""
+    known: set[Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            if str(node.target) in ("b", "h"):
-                uniform.add(node)
-        elif node.op == "get_attr" or all(n in uniform for n in node.all_input_nodes):
-            uniform.add(node)
-    return uniform
+            if str(node.target).split("_")[0] in inputs:
+                known.add(node)
+        elif node.op == "get_attr" or all(n in known for n in node.all_input_nodes):
+            known.add(node)
+    return known
 
 
 @lru_cache(maxsize=1024)
-def _hoisted(keyed: JointByKey) -> tuple[int, ...]:
+def _hoisted(keyed: JointByKey, inputs: Sequence[str]) -> tuple[int, ...]:
+    """The captured tensors that a program and its gradient read at one place, which depends on these inputs alone."""
     graphs = [keyed.program.graph, *([] if keyed.joint is None else [keyed.joint.graph])]
     tables = []
     for i in _lookups(graphs[0]):
-        # A tensor with lookups at two places, or at places within the tile, stays a pointer.
+        # A tensor with lookups at two places stays a pointer.
         one_place = all(len(set(_lookups(g)[i])) <= 1 for g in graphs)
-        if one_place and _lookups(graphs[0])[i] and all(_reads_are_uniform(g, i) for g in graphs):
+        if one_place and _lookups(graphs[0])[i] and all(_reads_follow(g, i, inputs) for g in graphs):
             tables.append(i)
     return tuple(tables)
 
 
-def _reads_are_uniform(graph: Graph, table: int) -> bool:
-    uniform = _uniform(graph)
-    return all(not isinstance(i, Node) or i in uniform for at in _lookups(graph)[table] for i in at)
+def _reads_follow(graph: Graph, table: int, inputs: Sequence[str]) -> bool:
+    known = _following(graph, inputs)
+    return all(not isinstance(i, Node) or i in known for at in _lookups(graph)[table] for i in at)
 
 
 def hoisted_options(program: Program | None, joint: Joint | None, options: Options) -> Options:
-    """The options with which a program and its gradient read such lookups from their arguments (`uniform_function`)."""
-    return options if program is None or program.kind != "score" else replace(options, hoisted=_hoisted(JointByKey(program, joint)))
+    """The options with which a program and its gradient read uniform lookups from their arguments (`uniform_function`)."""
+    if program is None or program.kind != "score":
+        return options
+    return replace(options, hoisted=_hoisted(JointByKey(program, joint), _UNIFORM))
+
+
+def early_options(program: Program | None, options: Options) -> Options:
+    """The options with which a score mod reads early lookups from its arguments (`early_function`)."""
+    return options if program is None else replace(options, hoisted=_hoisted(JointByKey(program, None), _EARLY))
 
 
 @lru_cache(maxsize=1024)
-def _uniform_function(keyed: ByKey, options: Options) -> Any:
+def _lookup_function(keyed: ByKey, options: Options, name: str, inputs: Sequence[str]) -> Any:
     emitter = Emitter(keyed.program.graph, replace(options, hoisted=()))
     tables, lookups = list(emitter.captured), _lookups(keyed.program.graph)
     loads = {i: [x for x in lookups[i][0] if isinstance(x, Node)] for i in options.hoisted}
-    dependencies: set[Node] = set()
-    pending = [n for nodes in loads.values() for n in nodes]
-    while pending:
-        node = pending.pop()
-        if node not in dependencies:
-            dependencies.add(node)
-            pending += node.all_input_nodes
-    emitter.run(dependencies)
+    emitter.run(behind([n for nodes in loads.values() for n in nodes]))
     values = [emitter.load(table, lookups[i][0]).text if i in options.hoisted else f"captured[{i}]" for i, table in enumerate(tables)]
-    name = f"uniform_{keyed.program.key[:12]}"
-    return loaded(function_source(name, "b, h, captured, sizes", [*emitter.lines, f"return ({', '.join(values)},)"]))
+    parameters = ", ".join([*(x for x in inputs if x != "captured"), "captured", "sizes"])
+    return loaded(function_source(f"{name}_{keyed.program.key[:12]}", parameters, [*emitter.lines, f"return ({', '.join(values)},)"]))
 
 
 def uniform_function(program: Program | None, options: Options) -> Any:
     """f(b, h, captured, sizes) → `captured` with the hoisted tensors replaced by the elements that the program reads; None without any."""
-    return None if program is None or not options.hoisted else _uniform_function(ByKey(program), options)
+    return None if program is None or not options.hoisted else _lookup_function(ByKey(program), options, "uniform", _UNIFORM)
+
+
+def early_function(program: Program | None, options: Options) -> Any:
+    """f(b, h, q, kv, captured, sizes), as `uniform_function`."""
+    return None if program is None or not options.hoisted else _lookup_function(ByKey(program), options, "early", _EARLY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from longspan._kernels.gpu import codegen, launch
 from longspan._kernels.gpu.device import capability, sm_count
+from longspan._kernels.gpu.hoisted_lookups import early_function, early_options
 from longspan._kernels.gpu.interpreter import computable, interpreted
 from longspan._kernels.gpu.launch_call import tf32_allowed
 from longspan._kernels.gpu.limits import MAX_HEAD_DIM
@@ -131,13 +133,13 @@ def attend_pages(queries: Queries, pages: PagedKV, work: PagedWork) -> tuple[Ten
     q = queries.q
     kv = computable(pages.k), computable(pages.v)
     out, lse = empty_results(q, kv[1].shape[-1])
-    for sizes in page_sizes(queries, pages, lookups=_looks_up(work)):
+    for sizes in page_sizes(queries, pages):
         decode_launch(queries, (*kv, pages.table), work, sizes, (out, lse)).run()
     return out.to(q.dtype), lse
 
 
-def page_sizes(queries: Queries, pages: PagedKV, *, lookups: bool = False) -> list[DecodeSizes]:
-    """The sizes of each launch of `attend_pages`. lookups: programs read tensors."""
+def page_sizes(queries: Queries, pages: PagedKV) -> list[DecodeSizes]:
+    """The sizes of each launch of `attend_pages`."""
     q, ranges = queries.q, queries.ranges
     assert ranges is not None
     heads, kv_heads = q.shape[1], pages.k.shape[1]
@@ -154,7 +156,7 @@ def page_sizes(queries: Queries, pages: PagedKV, *, lookups: bool = False) -> li
         if ranges.longest is not None:  # a captured launch: sequences may grow to that length
             longest = max(longest, ranges.longest)
             split = rule.largest_counts(longest, len(lengths))
-        grouped = not lookups and _takes_groups(q, kv_heads, m, pages.v.shape[-1], max(counts), split)
+        grouped = _takes_groups(q, kv_heads, m, pages.v.shape[-1], max(counts), split)
         splits = split.groups if grouped else split.splits
         # Rounded up: of a thousand decoded tokens, only a few then need a new launch. CTAs without a split end at once.
         unit = 1 << max(0, splits.bit_length() - 3)
@@ -179,17 +181,12 @@ def _contiguous_launch(q: Tensor, k: Tensor, v: Tensor, work: PagedWork, results
     rule = split_rule(k.shape[1], shared=False)
     split = rule.counts([k.shape[2]])
     every = split._replace(all_groups=q.shape[0] * split.groups, tokens=q.shape[0] * k.shape[2])
-    grouped = not _looks_up(work) and _takes_groups(q, k.shape[1], rows, v.shape[-1], q.shape[2], every)
+    grouped = _takes_groups(q, k.shape[1], rows, v.shape[-1], q.shape[2], every)
     sizes = DecodeSizes(
         sequences=q.shape[0], queries=(q.shape[2], q.shape[2]), longest=k.shape[2], splits=split.groups if grouped else split.splits,
         tile_rows=rows, rule=rule, joined=1 if grouped else split.joined, groups=split.groups, grouped=grouped,
     )  # fmt: skip
     return decode_launch(Queries(q, None, False), (k, v, None), work, sizes, results)
-
-
-def _looks_up(work: PagedWork) -> bool:
-    """Whether programs read tensors. By groups, 32 × 4k with a bias per head and key takes 173 µs on an H200, by splits 165."""
-    return bool(work.mask_captured or work.score_captured)
 
 
 def _takes_groups(q: Tensor, kv_heads: int, rows: int, dim: int, queries: int, split: SplitCounts) -> bool:
@@ -392,6 +389,10 @@ def _make_launches(
     rest = d - e if sizes.shared else 0
     tile = _tile(q, k, v, sizes)
     options = _options(work, q.dtype, sizes.longest)
+    score_options = options
+    if sizes.by is None:
+        options = replace(options, direct=not interpreted() and torch.version.hip is None)
+        score_options = early_options(work.score, options)
     k_new = tensors["k_new_ptr"]
     early = _is_hopper_or_later(q.device)
     window = None if work.window is None else max(1, work.window)  # 0 hides a query's own key, which the query's CTA writes
@@ -407,7 +408,8 @@ def _make_launches(
         "row_tiles": _row_tiles(q, k, sizes), "width": 0 if table is None else table.shape[1], "PAGE": page_size,
         "new_len": 1 if k_new is None else k_new.shape[2],
         "mask_sizes": launch.pack_sizes(work.mask_captured), "score_sizes": launch.pack_sizes(work.score_captured),
-        "MASK": launch.function(work.mask, options), "SCORE": launch.function(work.score, options),
+        "MASK": launch.function(work.mask, options), "SCORE": launch.function(work.score, score_options),
+        "LOOKUPS": early_function(work.score, score_options), "EARLY_MASK": sizes.by is None and bool(work.mask_captured),
         "FOLD": work.score is None and work.scale > 0,
         "PRECISION": "ieee" if q.dtype == torch.float32 and not tf32_allowed() else "tf32", "DIRECT": sizes.direct,
         **{f"{name}_stride": stride_of(tensors[f"{name}_ptr"] if sizes.direct else None) for name in ("out", "lse")},
