@@ -421,7 +421,7 @@ def _make_launches(
     many = many if sizes.groups > few else 0
     parts = launch.padded(e) // (many_part if many else few_part)
     decode = LaunchShape(
-        ctas=_ctas(q, k, sizes), warps=tile.warps, stages=tile.stages(paged=table is not None), registers=_registers(tile, early)
+        ctas=_ctas(q, k, sizes), warps=tile.warps, stages=tile.stages(paged=table is not None), registers=_registers(tile, m)
     )
     merge = LaunchShape(ctas=rows * parts, warps=merge_warps, early=early)
     merged = {
@@ -438,7 +438,7 @@ def _make_launches(
 
 
 def _registers(tile: DecodeTile, rows: int) -> int:
-    """Registers of a thread on Hopper: as many as the CTAs have for which shared memory has room; 0: as many as the assembler likes.
+    """Registers of a thread: as many as the CTAs have for which shared memory of Hopper has room; 0: as many as the assembler likes.
 
     It spills some, for one CTA more than there is room for.
     """
