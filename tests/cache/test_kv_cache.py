@@ -15,6 +15,7 @@ from torch import Tensor
 
 import longspan as ls
 from longspan._cache import kv_cache
+from longspan._kernels.cpu import CpuKernel
 from longspan.testing import oracle
 
 HEADS, GROUPS, DIM = 4, 2, 16
@@ -314,6 +315,24 @@ def test_layers_with_other_numbers_of_heads_share_no_tiles() -> None:
         q, k, v = (torch.randn(1, n, 130, 8, dtype=torch.float64) for n in (heads, 2, 2))
         out = ls.attention(q, k, v, cache=step, layer=layer, mask=mask)
         torch.testing.assert_close(out, ls.attention(q, k, v, mask=mask, kernel="dense"))
+
+
+@pytest.mark.parametrize("preferred", [(128, 128), (64, 32)])
+def test_a_chunk_of_queries_has_tiles_of_the_size_that_its_kernel_prefers(
+    preferred: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks, forward = [], CpuKernel.forward
+
+    def record(self: CpuKernel, inputs: Any, work: Any, **options: Any) -> Any:
+        blocks.append(work.table.block)
+        return forward(self, inputs, work, **options)
+
+    monkeypatch.setattr(CpuKernel, "block_size", lambda self, inputs, table: preferred)
+    monkeypatch.setattr(CpuKernel, "forward", record)
+    cache, (q, k, v) = make_cache(pages=20), tokens(1, 150)
+    out = ls.attention(q, k, v, cache=cache.step(cache.allocate(1), 150), layer=0, mask=ls.causal(), kernel="cpu")
+    torch.testing.assert_close(out.double(), oracle(q, k, v, mask=ls.causal()), rtol=0, atol=1e-6)
+    assert blocks == [preferred]
 
 
 def test_layers_whose_masks_have_equal_programs_but_other_windows() -> None:
