@@ -270,3 +270,23 @@ def test_cross_attention_to_all_images_equals_eager_without_a_mask() -> None:
     want = results(eager, {**batch, "use_cache": False})
     assert_same(results(model, {**batch, "use_cache": False}), want)
     assert_same(on_ranks(model, batch), want)
+
+
+@pytest.mark.usefixtures("whole_grid")
+def test_cross_attention_to_images_with_checkpointed_layers_equals_eager() -> None:
+    eager, model = (tiny_model(("vision-language", "mllama"), implementation) for implementation in ("eager", "longspan"))
+    batch = labelled_batch("images left", model)
+    want = results(eager, {**batch, "use_cache": False})
+    model.train().gradient_checkpointing_enable()
+    assert_same(on_ranks(model, batch), want)
+    lst.long_context(model, loss_chunk=None)
+    assert_same(on_ranks(model, batch), want)
+
+
+def test_images_for_a_class_that_takes_none_raise() -> None:
+    model = tiny_model(("vision-language", "mistral4"), "longspan")  # a text decoder, which is registered as a vision-language class
+    batch = {**labelled_batch("plain", model), "pixel_values": torch.randn(2, 3, 8, 8)}
+    with pytest.raises(ValueError, match="unknown keyword 'pixel_values'"):
+        results(model, {**batch, "use_cache": False})
+    with pytest.raises(ValueError, match=r"expected inputs_embeds .* for Mistral4Model"):
+        on_ranks(model, batch)
