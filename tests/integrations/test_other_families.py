@@ -61,6 +61,14 @@ def test_the_readme_has_the_counts_of_both_pages() -> None:
         assert re.search(rf"{len(rows)} {kind}[^.]*?, {right} [^.]*? three ranks, and {raises} raise", text), (len(rows), right, raises)
 
 
+def test_the_readme_has_the_count_of_classes_with_images() -> None:
+    rows = [line.split("|") for key, line in written_rows().items() if key[0] == "vision-language"]
+    right = [cells for cells in rows if cells[5].strip() == "right"]
+    images = [cells for cells in right if re.search(r"`(pixel_values|flattened_patches)`", cells[6]) and "images raise" not in cells[6]]
+    text = (PAGE.parents[1] / "README.md").read_text()
+    assert f"of the {len(right)} vision-language ones among the former, {len(images)} are right with images" in text
+
+
 def encoder(name: str, **settings: Any) -> Any:
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = getattr(transformers, f"{name}Config")(**sizes, pad_token_id=0, attention_probs_dropout_prob=0.0, **settings)
