@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from longspan._kernels.gpu.device_library import LN_2
 from longspan._kernels.gpu.tile_access import wide
 from longspan._kernels.hopper.forward_producer import GROUP_ROWS, GROUPS
 from longspan._kernels.hopper.gluon_names import barrier
-from longspan._kernels.hopper.tile_io import load_tile, store_tile, view_as
+from longspan._kernels.hopper.pipeline import load_int
+from longspan._kernels.hopper.repeats import is_stored, note_poison, note_rows
+from longspan._kernels.hopper.tile_io import load_tile, row_wise, store_tile, view_as
 
 MAX_SPLIT_DIM = gl.constexpr(128)  # widest value dim whose items may be split along KV: combining wider parts lacks registers
 
@@ -128,19 +130,36 @@ def _store_part(
 
 
 @gluon.jit
+def _store_whole(
+    to, strides, complete, acc, b, h, row, rows_left, zero, E: gl.constexpr, EP: gl.constexpr, ROW_WISE: gl.constexpr, late
+):  # fmt: skip
+    """`_store`. late: of `store_output`."""
+    if late is not None:
+        acc = row_wise(acc, to.out.dtype.element_ty)
+        note_rows(acc, late.noted, late.i)
+        mbarrier.arrive(late.item_empty, count=1)
+    _store(to, strides, complete, acc, b, h, row, rows_left, zero, E, EP, ROW_WISE)
+
+
+@gluon.jit
 def store_output(
     to, counter, split, strides, complete, acc, b, h, row, rows, rows_left, lse_at, split_part, stored, zero,
-    group, E: gl.constexpr, EP: gl.constexpr, ROW_WISE: gl.constexpr, layout: gl.constexpr, ISOLATE: gl.constexpr,
+    group, E: gl.constexpr, EP: gl.constexpr, ROW_WISE: gl.constexpr, layout: gl.constexpr, ISOLATE: gl.constexpr, late=None,
 ):  # fmt: skip
     """Store an item's output to global memory. Of a split item (split_part ≥ 0), store the part.
 
     stored: with ISOLATE, whether the part is stored, or comes once more (`hopper.repeats`).
+    late: None, or of 16-bit outputs an `ItemNote`: note here whether the item has to be repeated, and release its record.
     """
     if EP > MAX_SPLIT_DIM:  # noqa: SIM114 (a compile-time condition)
-        _store(to, strides, complete, acc, b, h, row, rows_left, zero, E, EP, ROW_WISE)
+        _store_whole(to, strides, complete, acc, b, h, row, rows_left, zero, E, EP, ROW_WISE, late)
     elif split_part < 0:
-        _store(to, strides, complete, acc, b, h, row, rows_left, zero, E, EP, ROW_WISE)
+        _store_whole(to, strides, complete, acc, b, h, row, rows_left, zero, E, EP, ROW_WISE, late)
     else:
+        if late is not None:
+            note_poison(acc, late.noted, late.i)
+            stored = is_stored(late.noted, late.i, load_int(late.items_s, late.repeated_at), group)
+            mbarrier.arrive(late.item_empty, count=1)
         if ISOLATE:
             if stored:
                 _store_part(

@@ -100,14 +100,13 @@ from longspan._kernels.hopper.pipeline import (
     KvBarriers,
     KvSource,
     RunPointers,
-    end_basic_block,
     mbarriers,
     ring_phase,
     ring_slot,
     shared_ints,
     tile_2d,
 )
-from longspan._kernels.hopper.repeats import note_item
+from longspan._kernels.hopper.repeats import ItemNote, note_item
 from longspan._kernels.hopper.running_max import rescaled
 from longspan._kernels.hopper.state_mover import StateBarriers, move_states, moved_by_tma
 from longspan._kernels.hopper.tile_io import load_tile
@@ -126,15 +125,13 @@ def attend_blocks(
     MASK: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, PARTIAL: gl.constexpr,
     SCALE_IN_EXP: gl.constexpr, MAX_SCORES: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, TURN: gl.constexpr,
     CHECKED: gl.constexpr, PV_FIRST: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr, partial_end=None,
-    KV_PAIRS: gl.constexpr = False, RELEASE_FIRST: gl.constexpr = False,
+    KV_PAIRS: gl.constexpr = False,
 ):  # fmt: skip
     """The main loop over `count` blocks. On entry and on exit, P V of block i − 1 has not been started: `weights` holds its P.
 
     PARTIAL: whether the blocks are masked; if `partial_end` is not None, those with a number below it.
     TURN: number of the warp group, if warp groups start their wgmmas in turns (`hopper.turns`); otherwise −1.
     CHECKED: of `softmax_block`. PV_FIRST: wait for P V of block i − 1 before the exponentials of block i, which take its registers.
-    RELEASE_FIRST: release the keys before anything is computed from the scores. With a score mod, the assembler may otherwise release them
-    half a block later.
     """
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
     zeros = gl.full([GROUP_ROWS, N], 0.0, gl.float32, layout=layout)
@@ -157,8 +154,6 @@ def attend_blocks(
             give_turn(TURN)
         s = warpgroup_mma_wait(1, deps=[s_next])
         mbarrier.arrive(bars.k_empty.index(stage), count=1)
-        if RELEASE_FIRST:
-            end_basic_block(i)
         if PV_FIRST:
             acc = warpgroup_mma_wait(0, deps=[acc_next])
             mbarrier.arrive(bars.v_empty.index(last), count=1)
@@ -199,7 +194,8 @@ def _attend_item(
     WIDE: gl.constexpr = EP > MAX_SPLIT_DIM
     STATE_WARP: gl.constexpr = state_s is not None
     Q_IN_REGISTERS: gl.constexpr = q.main.shape[1] <= 64 and EP <= 64  # read Q once per item, not once per block
-    RELEASE_FIRST: gl.constexpr = noted is not None and SCORE is not None
+    PLAIN: gl.constexpr = not STATE_WARP and to.old_lse is None and to.complete_out is None and to.out.dtype.element_ty != gl.float32
+    LATE: gl.constexpr = noted is not None and PLAIN  # `store_output` notes whether the item has to be repeated
     slot = ring_slot(t, ITEM_SLOTS)
     b = item_field(items_s, slot, BATCH)
     h, row = group_place(h, item_field(items_s, slot, ROW), group, GROUP_ROWS, HEAD_PAIRS)
@@ -245,18 +241,18 @@ def _attend_item(
         acc, total, m, max_scores, weights, i = attend_blocks(
             acc, total, m, max_scores, weights, i, blocks - 1, q, q_first, global_b, global_h, scale, k_s, v_s, blocks_s, kv_bars,
             of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, N, STAGES, -1, not FOLLOWED, False, layout,
-            out_layout, i - 1 + partial, KV_PAIRS, RELEASE_FIRST,
+            out_layout, i - 1 + partial, KV_PAIRS,
         )  # fmt: skip
     else:
         acc, total, m, max_scores, weights, i = attend_blocks(
             acc, total, m, max_scores, weights, i, gl.maximum(partial - 1, 0), q, q_first, global_b, global_h, scale, k_s, v_s,
             blocks_s, kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, N, STAGES,
-            -1, True, False, layout, out_layout, None, KV_PAIRS, RELEASE_FIRST,
+            -1, True, False, layout, out_layout, None, KV_PAIRS,
         )  # fmt: skip
         acc, total, m, max_scores, weights, i = attend_blocks(
             acc, total, m, max_scores, weights, i, gl.where(partial > 0, full, full - 1), q, q_first, global_b, global_h, scale, k_s,
             v_s, blocks_s, kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, False, SCALE_IN_EXP, MAX_SCORES, N,
-            STAGES, -1, True, False, layout, out_layout, None, KV_PAIRS, RELEASE_FIRST,
+            STAGES, -1, True, False, layout, out_layout, None, KV_PAIRS,
         )  # fmt: skip
     mbarrier.arrive(bars.q_empty.index(group), count=1)
     last = ring_slot(i - 1, STAGES)
@@ -303,12 +299,14 @@ def _attend_item(
     if MAX_SCORES:
         gl.store(to.max_scores + lse_at + rows, max_scores * LN_2, mask=inside)
     acc = warpgroup_mma_wait(0, deps=[acc_next])
-    stored = True
-    if noted is not None:
+    stored, late = True, optional(None)
+    if LATE:
+        late = ItemNote(noted, slot * GROUPS + group, items_s, slot * ITEM_FIELDS + REPEATED, bars.item_empty.index(slot))
+    elif noted is not None:
         repeated_at, merged = slot * ITEM_FIELDS + REPEATED, to.old_lse is not None
         stored = note_item(acc, noted, slot * GROUPS + group, items_s, repeated_at, group, split_part, merged, not WIDE)
     mbarrier.arrive(kv_bars.v_empty.index(last), count=1)
-    if noted is not None:  # here, so that the two arrivals wait for all warps once
+    if noted is not None and not LATE:  # here, so that the two arrivals wait for all warps once
         mbarrier.arrive(bars.item_empty.index(slot), count=1)
     if to.old_lse is None:
         acc = acc * by_row(1.0 / divisor, out_layout)
@@ -331,7 +329,7 @@ def _attend_item(
     else:
         store_output(
             to, counter, split, strides, complete, acc, b, h, row, rows, rows_left, lse_at, split_part, stored, zero,
-            group, E, EP, not STATE_WARP, out_layout, noted is not None,
+            group, E, EP, not STATE_WARP, out_layout, noted is not None, late,
         )  # fmt: skip
     return i
 
@@ -419,7 +417,7 @@ def forward_kernel(
     kv_bars = KvBarriers(mbarriers(STAGES, 1), mbarriers(STAGES, GROUPS), mbarriers(STAGES, 1), mbarriers(STAGES, GROUPS))
     isolation, noted = optional(None), optional(None)
     if ISOLATE:
-        isolation, noted = block_isolation(N), ballots(ITEM_SLOTS * GROUPS)
+        isolation, noted = block_isolation(), ballots(ITEM_SLOTS * GROUPS)
     if FIRST_RECORDS:
         publish_first_item(items_s, first_record, bars.item_full)
     numbers = ItemNumbers(items, early_items, first_items)

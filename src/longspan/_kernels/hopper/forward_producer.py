@@ -122,7 +122,9 @@ def schedule(
         if item >= split.unsplit:
             whole_item = split.unsplit + (item - split.unsplit) % split.split_items
             part = (item - split.unsplit) // split.split_items
-        tile, sub, b, h = place_in_order(whole_item, order, rows, tiles, heads, groups, M_SUBS, PER_BATCH, PER_HEAD)
+        # t >> 30: 0, but unknown to the compiler, which would otherwise compute a divisor at the begin of the kernel, in a register that
+        # all warps lack: the assembler then reads the thread number anew in the consumers' main loops.
+        tile, sub, b, h = place_in_order(whole_item, order, rows + (t >> 30), tiles, heads, groups, M_SUBS, PER_BATCH, PER_HEAD)
         table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
         row, pos, left = span(tile * M_SUBS + sub, q_len, q_side, M_SUBS, ROWS)
         partial_blocks = gl.load(counts + 2 * table) * N_SUBS
@@ -169,7 +171,8 @@ def schedule(
         t = repeat_item(t, items_s, noted, bars, REPEATED, ITEM_FIELDS, ITEM_SLOTS, GROUPS)
     t = repeat_last_items(t, items_s, noted, bars, REPEATED, ITEM_FIELDS, ITEM_SLOTS, GROUPS)
     slot = ring_slot(t, ITEM_SLOTS)
-    mbarrier.wait(bars.item_empty.index(slot), ring_phase(t, ITEM_SLOTS) ^ 1)
+    if noted is None:
+        mbarrier.wait(bars.item_empty.index(slot), ring_phase(t, ITEM_SLOTS) ^ 1)
     store_int(items_s, slot * ITEM_FIELDS + HEAD, -1)
     mbarrier.arrive(bars.item_full.index(slot), count=1)
 

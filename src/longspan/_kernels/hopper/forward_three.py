@@ -349,7 +349,7 @@ def forward_three_kernel(
     groups = (group, heavy_rows, light_group, heavy_items)
     isolation, noted = optional(None), optional(None)
     if ISOLATE:
-        isolation, noted = block_isolation(N), ballots(ITEM_SLOTS * GROUPS)
+        isolation, noted = block_isolation(), ballots(ITEM_SLOTS * GROUPS)
     fence_async_shared()
     gl.warp_specialize(
         [

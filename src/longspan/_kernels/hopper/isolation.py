@@ -39,7 +39,7 @@ from longspan._environment import switch
 from longspan._kernels.gpu.selected_tables import pairs_of
 from longspan._kernels.gpu.tile_access import load_rows, wide
 from longspan._kernels.hopper.gluon_names import barrier, reinterpret
-from longspan._kernels.hopper.pipeline import mbarriers
+from longspan._kernels.hopper.pipeline import lane_number, load_int, mbarriers, store_int
 from longspan._kernels.hopper.warp_votes import any_vote, vote
 from longspan._kernels.protocol import Work
 
@@ -70,10 +70,9 @@ def isolates(work: Work) -> bool:
 
 
 class BlockIsolation(NamedTuple):
-    """`loaded`: mbarriers of the loads of a block's K and V. `bad_keys`: int8 [N] in shared memory."""
+    """`loaded`: mbarriers of the loads of a block's K and V."""
 
     loaded: Any
-    bad_keys: Any
 
 
 class StepIsolation(NamedTuple):
@@ -160,17 +159,15 @@ def _pieces(tile):
 
 
 @gluon.jit
-def block_isolation(N: gl.constexpr):
-    """The shared memory of `BlockIsolation` for blocks of N keys."""
-    bad_keys = gl.allocate_shared_memory(gl.int8, [N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return BlockIsolation(mbarriers(2, 1), bad_keys)
+def block_isolation():
+    """The mbarriers of `BlockIsolation`."""
+    return BlockIsolation(mbarriers(2, 1))
 
 
 @gluon.jit
-def _words(tile):
-    """`_pieces` as int32 [number, 4, 32], two floats each: the load warp has neither registers nor predicates for more."""
-    NUMBER: gl.constexpr = tile.shape[2] * tile.shape[3] // (_ROWS * _DIMS)
-    return reinterpret(tile, gl.int32, [NUMBER, _ROWS, _DIMS // 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+def _ints(tile):
+    """A tile [1, 1, rows, dims] of 16-bit floats in shared memory as int32, two floats each: panels of 64 dims, 32 words of each row."""
+    return reinterpret(tile, gl.int32, [tile.shape[2] * tile.shape[3] // 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -178,27 +175,28 @@ def isolate_values(k, v, isolation, isolated):
     """Wait for the loads of a forward block (one warp). Set values that are not finite to 0 and the keys of these values to NaN.
 
     k: the keys, or the first columns of keys in two parts. isolated: blocks that were isolated before.
+    A lane has whole rows, through addresses that are scalars to the compiler (`pipeline.lane_number`): those of a tensor depend on the
+    thread number alone, so the compiler would compute them at the begin of the kernel, in registers that all warps lack.
     """
     zero = isolated >> 30  # 0, but unknown to the compiler, which would otherwise unroll the loops
     phase = isolated & 1
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0])
     mbarrier.wait(isolation.loaded.index(0), phase)
     mbarrier.wait(isolation.loaded.index(1), phase)
-    values, keys = _words(v), _words(k)
-    PER_PANEL: gl.constexpr = v.shape[2] // _ROWS
+    values, keys, lane = _ints(v), _ints(k), lane_number(isolated)
+    ROWS: gl.constexpr = v.shape[2]
     BELOW: gl.constexpr = 0x0400 if v.dtype == gl.float16 else 0x0080  # + x reaches the highest bit of a half from inf on
-    bad_keys = reinterpret(isolation.bad_keys, gl.int8, [PER_PANEL, _ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for i in range(values.shape[0] + zero):
-        x = values.index(i).load(layout)
-        bad = (((x & 0x7FFF7FFF) + BELOW * 0x10001) >> 15) & 0x10001  # of both halves
-        values.index(i).store(x & ~(bad * 0xFFFF))
-        in_row = gl.max(bad, 1)
-        if i >= PER_PANEL:
-            in_row = in_row | bad_keys.index(i % PER_PANEL).load(gl.SliceLayout(1, layout)).to(gl.int32)
-        bad_keys.index(i % PER_PANEL).store(gl.where(in_row == 0, 0, 1).to(gl.int8))
-    for i in range(keys.shape[0] + zero):
-        bad = gl.expand_dims(bad_keys.index(i % PER_PANEL).load(gl.SliceLayout(1, layout)), 1).to(gl.int32)
-        keys.index(i).store(keys.index(i).load(layout) | bad * 0x7FFF7FFF)  # all ones are NaN
+    for first in range(0, ROWS + zero, 32):
+        row, in_row = first + lane, 0
+        for i in range(v.shape[3] // 2 + zero):
+            at = (i // 32 * ROWS + row) * 32 + ((i + lane) & 31)  # a bank of its own for each lane
+            x = load_int(values, at)
+            bad = (((x & 0x7FFF7FFF) + BELOW * 0x10001) >> 15) & 0x10001  # of both halves
+            store_int(values, at, x & ~(bad * 0xFFFF))
+            in_row |= bad
+        poison = gl.where(in_row == 0, 0, 0x7FFF7FFF)  # all ones are NaN
+        for i in range(k.shape[3] // 2 + zero):
+            at = (i // 32 * ROWS + row) * 32 + ((i + lane) & 31)
+            store_int(keys, at, load_int(keys, at) | poison)
     fence_async_shared()
 
 

@@ -108,12 +108,9 @@ def load_int(ints, i):
 
 
 @gluon.jit
-def end_basic_block(i):
-    """End a basic block, across which the assembler moves nothing. i: an int that is not 2^31 − 1."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred never; setp.eq.s32 never, $1, 0x7fffffff; @!never bra.uni kept; nanosleep.u32 32; kept: mov.u32 $0, $1; }",
-        "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def lane_number(i):
+    """The number of a thread in its warp, as a scalar that differs between threads: for `load_int` and `store_int` alone. i: any int."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

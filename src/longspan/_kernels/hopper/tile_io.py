@@ -40,13 +40,20 @@ def load_tile(base, row, left, stride, D: gl.constexpr, DP: gl.constexpr, layout
 
 
 @gluon.jit
+def row_wise(value, dtype: gl.constexpr):
+    """A tile [64, columns] of 16-bit floats in a layout in which threads have eight neighbouring columns, and a warp whole rows."""
+    D: gl.constexpr = value.shape[1]
+    return gl.convert_layout(value.to(dtype), gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0]))
+
+
+@gluon.jit
 def store_tile(base, value, row, left, stride, D: gl.constexpr, DP: gl.constexpr, ROW_WISE: gl.constexpr = True):
-    """Store a tile in the tensor's dtype. With ROW_WISE, a 16-bit tile is first converted to a row-wise layout through shared memory, so
-    that whole sectors are written.
+    """Store a tile in the tensor's dtype. With ROW_WISE, a 16-bit tile is made `row_wise` first, through shared memory, so that whole
+    sectors are written.
     """
-    row_wise: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DP, DP // 8], [gl.num_warps(), 1], [1, 0])
-    layout: gl.constexpr = row_wise if ROW_WISE and base.dtype.element_ty != gl.float32 else value.type.layout
-    tile = gl.convert_layout(value.to(base.dtype.element_ty), layout)
+    dtype: gl.constexpr = base.dtype.element_ty
+    tile = row_wise(value, dtype) if ROW_WISE and dtype != gl.float32 else value.to(dtype)
+    layout: gl.constexpr = tile.type.layout
     pointers, inside = _addresses(base, row, left, stride, D, DP, layout)
     gl.store(pointers, tile, mask=inside)
 

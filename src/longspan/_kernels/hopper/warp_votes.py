@@ -26,19 +26,33 @@ def ballots(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def vote(votes, i, x):
-    """Store whether x, int32 [128] with one element per thread, is not 0 in any thread of a warp, for all warps of the i-th warp group."""
-    in_warp = gl.inline_asm_elementwise(
+def in_warp(x):
+    """int32 [128]: whether x, int32 [128] with one element per thread, is not 0 in any thread of the warp."""
+    return gl.inline_asm_elementwise(
         "{ .reg .pred any; setp.ne.s32 any, $1, 0; vote.sync.any.pred any, any, -1; selp.s32 $0, 1, 0, any; }",
         "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    by_lane = gl.permute(gl.reshape(in_warp, [_WARPS, _THREADS // _WARPS]), (1, 0))  # a lane's bytes of all warps are adjacent
+
+
+@gluon.jit
+def vote(votes, i, x):
+    """Store whether x, int32 [128] with one element per thread, is not 0 in any thread of a warp, for all warps of the i-th warp group."""
+    by_lane = gl.permute(gl.reshape(in_warp(x), [_WARPS, _THREADS // _WARPS]), (1, 0))  # a lane's bytes of all warps are adjacent
     votes.index(i).store(gl.reshape(by_lane, [_THREADS]).to(gl.int8))
 
 
 @gluon.jit
+def vote_alike(votes, i, x):
+    """`vote` where one warp speaks for all: the first warp's votes are read. x [128]: `in_warp` of something.
+
+    Addresses are thread numbers, which kernels have in a register; those of `vote` would take another one.
+    """
+    votes.index(i).store(gl.reshape(x, [_THREADS]).to(gl.int8))
+
+
+@gluon.jit
 def any_vote(votes, i):
-    """1 if any thread of the i-th warp group voted, otherwise 0."""
+    """1 if any thread of the i-th warp group voted, or after `vote_alike` one of its first warp; otherwise 0."""
     LANES: gl.constexpr = _THREADS // _WARPS
     words = reinterpret(votes, gl.int32, [votes.shape[0] * LANES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return gl.where(load_int(words, i * LANES) == 0, 0, 1)
