@@ -3,7 +3,7 @@
 Run as a process of its own, without Triton's interpreter: Triton gets a driver that knows the compilation target only. Fails if a kernel
 needs more shared memory than an SM has, if the assembler serializes wgmma, or if a warp group may arrive at an mbarrier before all of its
 warps are there. Compiles kernels that its record does not have (`tests.kernels.compiled_record`). `--all` compiles all head dims and
-variants, `--selected` those of chosen tiles and keys only. Another Triton: put its folder first in PYTHONPATH.
+variants, `--selected` only kernels of chosen tiles and keys. Another Triton: put its folder first in PYTHONPATH.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Compile the triton kernels without a GPU and print the shared memory of a CTA.
 
 The interpreter accepts Python that Triton's compiler rejects. test_triton runs this script in a process without the interpreter, for two
-configurations, of which it compiles those that its record does not have (`tests.kernels.compiled_record`);
-`python triton_compile.py --all` compiles all of them in some minutes.
+configurations. Kernels of its record (`tests.kernels.compiled_record`) are not compiled again.
+`python triton_compile.py --all` compiles all configurations in some minutes.
 """
 
 from __future__ import annotations

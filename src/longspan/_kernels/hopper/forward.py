@@ -129,7 +129,7 @@ def attend_blocks(
 ):  # fmt: skip
     """The main loop over `count` blocks. On entry and on exit, P V of block i − 1 has not been started: `weights` holds its P.
 
-    PARTIAL: whether the blocks are masked; if `partial_end` is not None, those with a number below it.
+    PARTIAL: whether the blocks are masked; if `partial_end` is not None, only blocks with a number below it are.
     TURN: number of the warp group, if warp groups start their wgmmas in turns (`hopper.turns`); otherwise −1.
     CHECKED: of `softmax_block`. PV_FIRST: wait for P V of block i − 1 before the exponentials of block i, which take its registers.
     """

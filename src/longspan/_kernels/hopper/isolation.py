@@ -118,7 +118,7 @@ def unbounded_kernel(
     pid = tl.program_id(0)
     if v_ptr is not None:
         flag_unbounded(k_ptr, v_ptr, flag_ptr, k_stride, v_stride, heads, length, pid, M, D, DP, E, EP)
-    # CTA p starts at term p · TERMS. Terms past those of all CTAs are read in further rounds.
+    # CTA p starts at term p · TERMS, and goes on by the TERMS of all CTAs.
     for first in range(pid * TERMS, terms, tl.num_programs(0) * TERMS):
         i = first + tl.arange(0, TERMS)
         norm = tl.load(norm_ptr + i, mask=i < terms, other=0.0)
@@ -137,7 +137,7 @@ def is_bad(norm, delta):
 def has_non_finite(ptr, row, rows, stride, M: tl.constexpr, D: tl.constexpr):
     """Whether each of M rows of a head has a NaN or ±inf, bool [M]. rows: which to read.
 
-    By column: a tile would take the registers of those that the kernel holds. D is a multiple of 8.
+    By column: a tile would take registers that hold the kernel's own tiles. D is a multiple of 8.
     """
     at = ptr + wide(row + tl.arange(0, M)) * stride[2]
     total = tl.zeros((M,), tl.float32)

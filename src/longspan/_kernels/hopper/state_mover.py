@@ -51,7 +51,7 @@ def moved_by_tma(left, split_part, ROWS: gl.constexpr):
 
 @gluon.jit
 def _store_tiles(desc, b, h, row, state_s, groups):
-    """Start the TMA stores of an item's output tiles, one per consumer warp group. groups: bits of those that store; None for all."""
+    """Start the TMA stores of an item's output tiles, one per consumer warp group. groups: a bit per group that stores; None for all."""
     for group in gl.static_range(GROUPS):
         if groups is None:
             tma_store(desc, [b, h, row + group * GROUP_ROWS, 0], view_as(state_s.index(group), desc))

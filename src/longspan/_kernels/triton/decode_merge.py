@@ -128,8 +128,8 @@ def merge_kernel(
     """A part of out, and lse, of one query of one head. PARTS: CTAs of a row.
 
     A row of at most FEW groups of splits is merged at once, FEW_PART elements per CTA. A row of more is merged MANY groups at a time,
-    MANY_PART elements per CTA. MANY is 0 if no sequence has more than FEW groups. GROUPED: partial results are those of groups; else those
-    of splits, at most SPLITS per group, and those of a group are merged one after the other, as `attend_keys` merges them.
+    MANY_PART elements per CTA. MANY is 0 if no sequence has more than FEW groups. GROUPED: each partial result is of a
+    group; else of a split, at most SPLITS per group, and the splits of a group are merged in turn, as `attend_keys` merges them.
 
     EARLY: launched while decode_kernel runs, whose results it waits for; decode_kernel does not write the ranges.
     """
