@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from longspan.cli import hub_layout
 from longspan.cli.app import run
 from longspan.cli.hub_layout import relative_source
 
@@ -175,7 +176,8 @@ def test_files_of_others_are_not_replaced(name: str, content: str, tmp_path: Pat
     assert contents(tmp_path) == {name: content.encode()}
 
 
-def test_a_layout_is_replaced_unless_its_card_was_edited(tmp_path: Path) -> None:
+def test_a_layout_is_replaced_unless_its_card_was_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_layout, "relative_source", lambda text, depth, kernel_id: text)  # takes 2 s; other tests check it
     arguments = ["hub", str(tmp_path), "--backends", "cpu"]
     assert run([*arguments, "--number", "3", "--repo", "org/first"]) == 0
     (tmp_path / "LICENSE").write_text("kept")
