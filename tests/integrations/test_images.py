@@ -11,6 +11,7 @@ from tests.integrations.families import on_ranks, results, tiny_settings, with_r
 from tests.integrations.other_families import labelled_batch, tiny_model
 from torch import Tensor
 
+import longspan as ls
 from longspan.testing import virtual_world
 
 transformers = pytest.importorskip("transformers")
@@ -281,6 +282,16 @@ def test_cross_attention_to_images_with_checkpointed_layers_equals_eager() -> No
     assert_same(on_ranks(model, batch), want)
     lst.long_context(model, loss_chunk=None)
     assert_same(on_ranks(model, batch), want)
+
+
+def test_compiled_cross_attention_to_images_raises() -> None:
+    model = tiny_model(("vision-language", "mllama"), "longspan")
+    batch = labelled_batch("images", model)
+    del batch["cross_attention_mask"]  # of which nothing is known while a layer is traced
+    for layer in model.get_decoder().layers:
+        layer.compile(backend="eager")
+    with pytest.raises(ValueError, match="MllamaTextCrossAttention of layer 1 is cross-attention, whose keys are not the tokens"):
+        model(**lst.prepare_batch(batch, ls.Mesh.abstract(1), config=model))
 
 
 def test_images_for_a_class_that_takes_none_raise() -> None:

@@ -214,6 +214,8 @@ def attention_forward(
     else:
         bidirectional, span = _is_bidirectional(module, attention_mask, rest), _span(attention_mask, sliding_window)
         is_cross = crosses(longspan_plan, bidirectional)
+        if not is_cross and is_cross_attention(module):
+            raise ValueError(_CROSS_NOT_PLANNED.format(described(module)))
         _check_planned(module, None if is_cross else (query.shape[2], key.shape[2]), attention_mask)
         if not is_cross:
             _check_direction(module, attention_mask, rest, longspan_plan)
@@ -358,6 +360,10 @@ def _mask_on_one_device(module: torch.nn.Module, query: Tensor, key: Tensor, mas
     return causal() if window is None else causal() & window_mask(window)
 
 
+_CROSS_NOT_PLANNED = (
+    "longspan: {} is cross-attention, whose keys are not the tokens of the plan. Cross-attention to images is not supported in compiled "
+    "layers on several ranks: compile the other layers only"
+)
 _NOT_COMPILED = (
     "longspan: under torch.compile a model needs longspan_plan, from prepare_batch, and no mask of its own: without a plan, masks are made "
     "from the contents of tensors"
