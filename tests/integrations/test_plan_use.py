@@ -280,3 +280,22 @@ def test_long_context_with_a_models_own_loss_uses_the_plan(family: str) -> None:
         return model(**batch).loss.detach()
 
     assert relative(sum(virtual_world(2).run(rank)), want) < 1e-5
+
+
+def test_cross_attention_that_does_not_run_needs_no_plan() -> None:
+    heads = {"num_attention_heads": 4, "multi_query": False, "add_cross_attention": True}
+    model = tiny("GPTBigCode", **heads, attn_pdrop=0.0, attn_implementation="longspan")
+    want = model(**batch_of("plain"), use_cache=False).loss
+    assert relative(model(**planned()).loss, want) < 2e-6
+
+
+@pytest.mark.parametrize("by", ["its class", "an attribute"])
+def test_cross_attention_does_not_take_a_plan_of_one_sequence(by: str) -> None:
+    module = type("OwnCrossAttention" if by == "its class" else "OwnAttention", (torch.nn.Module,), {})()
+    module.layer_idx, module.is_cross_attention = 3, by == "an attribute"
+    plan = ls.plan(ls.causal(), 13, ls.Mesh.abstract(1), heads=4, kv_heads=2)
+    query, key = torch.randn(2, 4, 13, 8), torch.randn(2, 2, 13, 8)  # as many keys as tokens: sizes do not tell
+    with pytest.raises(ValueError, match=r"got cross-attention, \w+ of layer 3"):
+        lst.attention_forward(module, query, key, key, longspan_plan=plan)
+    module = type("OwnAttention", (torch.nn.Module,), {})()
+    lst.attention_forward(module, query, key, key, longspan_plan=plan)

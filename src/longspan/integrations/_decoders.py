@@ -144,7 +144,20 @@ def sees_features(module: nn.Module, key: Tensor) -> bool:
 
 def is_cross_attention(module: nn.Module) -> bool:
     """Whether a module is a cross-attention layer of a decoder, by transformers' conventions."""
-    return "CrossAttention" in type(module).__name__ and getattr(module, "layer_idx", None) is not None
+    return _is_marked_cross(module) and getattr(module, "layer_idx", None) is not None
+
+
+def _is_marked_cross(module: nn.Module) -> bool:
+    return "CrossAttention" in type(module).__name__ or bool(getattr(module, "is_cross_attention", False))
+
+
+def reject_cross_attention(module: nn.Module) -> None:
+    """Raise ValueError for a cross-attention layer: a plan of one sequence would exchange its keys as if they were tokens."""
+    if _is_marked_cross(module):
+        raise ValueError(
+            f"longspan: expected queries and keys of the same tokens with a plan, got cross-attention, {described(module)}. If its layer "
+            "is compiled, compile the decoder's other layers only; otherwise call the model without a plan on one device"
+        )
 
 
 def _local_positions(positions: Tensor, plan: Plan, batch: int) -> Tensor:

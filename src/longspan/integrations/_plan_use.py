@@ -84,7 +84,8 @@ def checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
                 if _decoders.has_whole_inputs(plan):
                     raise ValueError(
                         f"longspan: {type(self).__name__} is compiled as a whole: not supported with a batch of images, audio, video or "
-                        "token types on several ranks, where its decoder layers can be compiled, nor for encoder-decoders"
+                        "token types on several ranks, where decoder layers without cross-attention can be compiled, nor for "
+                        "encoder-decoders"
                     )
             return call(self, *args, **kwargs)  # a layer without a plan raises while it is traced
         outer = current_forward.get()

@@ -32,7 +32,7 @@ from longspan.integrations._batch import prepare_batch
 from longspan.integrations._batch_parts import PreparedBatch, RealKeys
 from longspan.integrations._configs import NAME, check_config, dropout_field
 from longspan.integrations._cross_plans import cross_plan, crosses
-from longspan.integrations._decoders import has_whole_inputs, is_cross_attention, sees_features
+from longspan.integrations._decoders import has_whole_inputs, is_cross_attention, reject_cross_attention, sees_features
 from longspan.integrations._forward import current_forward, described, plan_in_context
 from longspan.integrations._model_mask import (
     PACKED,
@@ -214,8 +214,6 @@ def attention_forward(
     else:
         bidirectional, span = _is_bidirectional(module, attention_mask, rest), _span(attention_mask, sliding_window)
         is_cross = crosses(longspan_plan, bidirectional)
-        if not is_cross and is_cross_attention(module):
-            raise ValueError(_CROSS_NOT_PLANNED.format(described(module)))
         _check_planned(module, None if is_cross else (query.shape[2], key.shape[2]), attention_mask)
         if not is_cross:
             _check_direction(module, attention_mask, rest, longspan_plan)
@@ -259,6 +257,8 @@ def _check_documents(mask: Any, rest: dict[str, Any]) -> None:
 
 def _check_planned(module: torch.nn.Module, lengths: tuple[int, int] | None, mask: Any) -> None:
     """Raise ValueError for what a model may not ask for beside a plan, which holds the mask. lengths: of queries and keys."""
+    if lengths is not None:
+        reject_cross_attention(module)
     if lengths is not None and lengths[0] != lengths[1]:
         raise ValueError(
             f"longspan: expected queries and keys of the same tokens with a plan, got {lengths[0]} and {lengths[1]}: a cache holds a "
@@ -360,10 +360,6 @@ def _mask_on_one_device(module: torch.nn.Module, query: Tensor, key: Tensor, mas
     return causal() if window is None else causal() & window_mask(window)
 
 
-_CROSS_NOT_PLANNED = (
-    "longspan: {} is cross-attention, whose keys are not the tokens of the plan. Cross-attention to images is not supported in compiled "
-    "layers on several ranks: compile the other layers only"
-)
 _NOT_COMPILED = (
     "longspan: under torch.compile a model needs longspan_plan, from prepare_batch, and no mask of its own: without a plan, masks are made "
     "from the contents of tensors"
