@@ -12,6 +12,7 @@ from tests.integrations.other_families import labelled_batch, tiny_model
 from torch import Tensor
 
 import longspan as ls
+from longspan.integrations._decoders import _check_features
 from longspan.testing import virtual_world
 
 transformers = pytest.importorskip("transformers")
@@ -220,6 +221,22 @@ def test_features_without_a_mask_of_image_tokens_raise() -> None:
     del batch["image_embeds_position_mask"]
     with pytest.raises(ValueError, match=r"expected inputs_embeds .* for Kosmos2_5TextForCausalLM"):
         on_ranks(model, batch)
+
+
+def test_features_of_more_tokens_than_the_mask_of_image_tokens_has_raise() -> None:
+    model = tiny_model(("vision-language", "kosmos-2.5"), "longspan")
+    batch = labelled_batch("images", model)
+    is_image = batch["image_embeds_position_mask"] = batch["image_embeds_position_mask"].clone()
+    features = int(is_image.sum())
+    is_image[0, is_image[0].nonzero()[-1]] = 0
+    with pytest.raises(ValueError, match=f"features of images in 'image_embeds' as image tokens .* got {features} and {features - 1}"):
+        on_ranks(model, batch)
+
+
+@pytest.mark.parametrize("features", [[torch.ones(5, 3), torch.ones(4, 3)], {2: torch.ones(4, 3)}, torch.ones(2, 2, 3)])
+def test_features_of_every_layer_are_counted(features: Any) -> None:
+    with pytest.raises(ValueError, match="got 4 and 5"):
+        _check_features("deepstack_features", features, 5)
 
 
 def test_a_vision_tower_that_computes_with_its_mask_raises_and_runs_with_sdpa() -> None:

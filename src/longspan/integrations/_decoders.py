@@ -106,7 +106,9 @@ def _shard_arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     forward.made_positions = (positions, arguments["position_ids"]) if made_positions else None
     for name, mask in _BY_IMAGE_TOKEN.items():
         if arguments.get(name) is not None and arguments.get(mask) is not None:
-            chosen = _local_image_tokens(arguments[mask].flatten(1) == 1, plan)
+            is_image = arguments[mask].flatten(1) == 1
+            _check_features(name, arguments[name], int(is_image.sum()))
+            chosen = _local_image_tokens(is_image, plan)
             arguments[name] = _local_features(arguments[name], chosen, in_place=name == _IN_PLACE)
     for name, value in arguments.items():
         if name in (*_BY_TOKEN, *_BY_QUERY) and value is not None:
@@ -192,6 +194,16 @@ def _axes_of(local: Tensor, whole: Tensor, sharded: Tensor) -> list[Tensor]:
     by_view = [x for x, part in zip(whole, sharded) if part.data_ptr() == local.data_ptr()]
     by_value = [x for x, part in zip(whole, sharded) if part.shape == local.shape and torch.equal(part, local)]
     return by_view or by_value or list(whole)
+
+
+def _check_features(name: str, features: Any, image_tokens: int) -> None:
+    """Raise ValueError unless features [..., D], in each layer, are as many as image tokens: others would be of another image's tokens."""
+    for x in features.values() if isinstance(features, dict) else features if isinstance(features, list | tuple) else [features]:
+        if x.shape[:-1].numel() != image_tokens:
+            raise ValueError(
+                f"longspan: expected as many features of images in {name!r} as image tokens in the batch, got {x.shape[:-1].numel()} and "
+                f"{image_tokens}; do not truncate image tokens"
+            )
 
 
 def _local_image_tokens(is_image: Tensor, plan: Plan) -> Tensor:
