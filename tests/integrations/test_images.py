@@ -290,6 +290,20 @@ def test_cross_attention_to_all_images_equals_eager_without_a_mask() -> None:
     assert_same(on_ranks(model, batch), want)
 
 
+@pytest.mark.parametrize("length", [10, 11])  # 10: as many tokens as features, which are no padding where tokens are
+def test_cross_attention_to_images_beside_padding_on_the_left_equals_eager(length: int) -> None:
+    eager, model = (tiny_model(("vision-language", "mllama"), implementation) for implementation in ("eager", "longspan"))
+    whole = labelled_batch("images", model)
+    batch = {name: x[:, -length:] if x.shape[1:2] == whole["input_ids"].shape[1:] else x for name, x in whole.items()}
+    real = torch.arange(length)[None] >= torch.tensor([[3], [0]])
+    batch |= {"attention_mask": real.long(), "cross_attention_mask": torch.ones_like(batch["cross_attention_mask"])}
+    batch["labels"] = batch["labels"].masked_fill(~real, -100)
+    batch["labels"][0, 3] = -100  # padding would have to predict it
+    want = results(eager, {**batch, "use_cache": False})
+    assert_same(results(model, {**batch, "use_cache": False}), want)
+    assert_same(on_ranks(model, batch), want)
+
+
 @pytest.mark.parametrize("length", [10, 13])  # 10: as many tokens as features, which look like tokens of the sequence by their size
 def test_cross_attention_to_images_raises_in_compiled_layers(length: int) -> None:
     eager, model = (tiny_model(("vision-language", "mllama"), implementation) for implementation in ("eager", "longspan"))

@@ -144,6 +144,11 @@ def sees_features(module: nn.Module, key: Tensor) -> bool:
     return features is not None and is_cross_attention(module) and key.shape[0] * key.shape[2] == features.shape[:-1].numel()
 
 
+def sees_images(module: nn.Module) -> bool:
+    """Whether a layer is cross-attention to features of images, by its config (Mllama's); BLT's cross-attention is to tokens."""
+    return is_cross_attention(module) and module.layer_idx in (getattr(module.config, "cross_attention_layers", None) or ())
+
+
 def is_cross_attention(module: nn.Module) -> bool:
     """Whether a module is a cross-attention layer of a decoder, by transformers' conventions."""
     return _is_marked_cross(module) and getattr(module, "layer_idx", None) is not None

@@ -16,11 +16,11 @@ from longspan.integrations._forward import current_forward
 
 
 def attend_pairs(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None, sink: Any, score_mod: Any
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, to_tokens: bool, scale: float | None, sink: Any, score_mod: Any
 ) -> Tensor:  # fmt: skip
     """out [B, Q, H, D] of query [B, H, Q, D] over key and value [B, G, K, D], with a mask [B or 1, H or 1, Q or 1, K] as SDPA takes it.
 
-    None is a mask of all pairs.
+    None is a mask of all pairs. to_tokens: whether keys are tokens, of which some may be padding, rather than features of images.
 
     Raises:
         ValueError: For a sink or a score mod, and a mask by which a query sees padding that sees nothing itself.
@@ -32,7 +32,7 @@ def attend_pairs(
             f"longspan: expected a mask by token beside sinks, a soft cap or a score_mod, got attention_mask of shape {tuple(mask.shape)}; "
             "give the model a mask [B, S]"
         )
-    forward = current_forward.get()
+    forward = current_forward.get() if to_tokens else None
     _check_padding(None if forward is None else forward.model_mask, mask)
     out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
     return out.transpose(1, 2).contiguous()

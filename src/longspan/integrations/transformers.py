@@ -32,7 +32,7 @@ from longspan.integrations._batch import prepare_batch
 from longspan.integrations._batch_parts import PreparedBatch, RealKeys
 from longspan.integrations._configs import NAME, check_config, dropout_field
 from longspan.integrations._cross_plans import cross_plan, crosses
-from longspan.integrations._decoders import has_whole_inputs, is_cross_attention, reject_cross_attention, sees_features
+from longspan.integrations._decoders import has_whole_inputs, is_cross_attention, reject_cross_attention, sees_features, sees_images
 from longspan.integrations._forward import current_forward, described, plan_in_context
 from longspan.integrations._model_mask import (
     PACKED,
@@ -203,10 +203,10 @@ def attention_forward(
             return paged, None
     if longspan_plan is not None and sees_features(module, key) and isinstance(attention_mask, Tensor | None):
         record_use(module)
-        return attend_pairs(query, key, value, attention_mask, **options), None
+        return attend_pairs(query, key, value, attention_mask, to_tokens=False, **options), None
     if longspan_plan is None:
         if isinstance(attention_mask, Tensor) and not torch.compiler.is_compiling():
-            return attend_pairs(query, key, value, attention_mask, **options), None
+            return attend_pairs(query, key, value, attention_mask, to_tokens=not sees_images(module), **options), None
         one = attend_one_query(query, key, value, attention_mask, **options)
         if one is not None:
             return one, None
