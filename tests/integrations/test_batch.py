@@ -15,7 +15,7 @@ import longspan as ls
 from longspan.integrations import prepare_batch
 from longspan.integrations._configs import check_config, head_counts, layers_without_mixing, spans_of
 from longspan.integrations._decoders import _local_positions
-from longspan.integrations._meshes import mesh_roles
+from longspan.integrations._meshes import mesh_roles, sum_over_data_ranks
 from longspan.integrations._plans import CHUNKED, within
 from longspan.integrations.loss import linear_token_loss, shift_labels, token_count, token_loss
 from longspan.testing import virtual_world
@@ -234,6 +234,19 @@ def test_the_names_of_mesh_axes_give_their_roles() -> None:
     assert outputs.averaged == 5 * 6 and outputs.context.mesh_dim_names == ("cp",)
     with pytest.raises(ValueError, match="expected an axis 'cp'"):
         mesh_roles(AxisStub({"dp": 2, "ring": 3}, {"dp": 0, "ring": 0}))
+
+
+def test_the_axes_of_a_virtual_mesh_have_the_same_roles() -> None:
+    """Two ranks of different batches, each with a copy on three ranks of one sequence: labels are counted over both."""
+
+    def run(mesh: ls.Mesh) -> tuple[int, int, int, float]:
+        batch = prepare_batch(whole(), mesh, layout="contiguous")
+        roles = mesh_roles(mesh)
+        labels = float(sum_over_data_ranks(torch.tensor(2.0), roles))
+        return batch["longspan_plan"]["full"].mesh.size, roles.data_rank, roles.context_size, labels
+
+    outputs = virtual_world((2, 3), axis_names=("dp", "cp")).run(run)
+    assert outputs == [(3, data_rank, 3, 4.0) for data_rank in (0, 0, 0, 1, 1, 1)]
 
 
 def test_a_window_planned_later_gets_the_same_plan() -> None:

@@ -67,3 +67,9 @@ def test_the_number_of_forwards_follows_from_the_limit() -> None:
 def test_what_does_not_fit_raises(lengths: list[int], limit: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ls.plan_step(lengths, ls.Mesh.abstract(4), tokens_per_rank=limit)
+
+
+def test_a_mesh_with_an_axis_of_data_or_heads_raises() -> None:
+    for names in (("dp", "cp"), ("cp", "tp")):
+        with pytest.raises(ValueError, match=r"plan_step: expected a mesh of one axis.*mesh\['dp', 'cp'\]._flatten"):
+            ls.plan_step([300, 500], ls.Mesh.abstract((2, 3), axis_names=names), tokens_per_rank=400)

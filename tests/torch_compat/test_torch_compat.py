@@ -251,3 +251,15 @@ class Identity(_LoadBalancer):
 def test_a_balancer_without_indices_cuts_the_sequence_as_torch_does() -> None:
     layout = Identity()._layout(10, 3)
     assert [layout.local_len(rank) for rank in range(3)] == [len(part) for part in torch.arange(10).chunk(3)]
+
+
+def test_shards_and_gathers_beside_an_axis_of_batches_are_along_cp() -> None:
+    def run(mesh: ls.Mesh) -> list[torch.Tensor]:
+        whole = torch.arange(12.0)[None, :, None] + 100 * mesh.coordinate[0]
+        buffer = whole.clone()
+        with tc.context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1]):
+            assert buffer.shape == (1, 4, 1)
+            return [whole, *tc.context_parallel_unshard(mesh, [buffer.clone()], [1])]
+
+    for whole, gathered in virtual_world((2, 3), axis_names=("dp", "cp")).run(run):
+        assert torch.equal(whole, gathered)

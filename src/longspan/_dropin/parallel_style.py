@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from longspan._comm.mesh import Mesh, as_mesh
+from longspan._comm.mesh import Mesh, context_mesh
 from longspan._dropin.context import Context
 from longspan._dropin.dispatcher import AttentionDispatcher
 from longspan._dropin.dtensor import as_dtensor, mesh_dim_of
@@ -54,7 +54,7 @@ class ContextParallel(ParallelStyle):
         self.seq_len, self.layout, self.strategy = seq_len, layout, strategy
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        hooks = _ContextHooks(as_mesh(device_mesh), self)
+        hooks = _ContextHooks(context_mesh(device_mesh), self)
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         module.register_forward_hook(hooks.after, with_kwargs=True, always_call=True)
         return module

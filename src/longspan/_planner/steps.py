@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from longspan._comm.mesh import MeshLike, as_mesh
+from longspan._comm.mesh import MeshLike, as_mesh, context_mesh
 from longspan._masks.constructors import causal, documents
 from longspan._plan.layout import Layout
 from longspan._planner.plan import Plan
@@ -124,6 +124,11 @@ def plan_step(lengths: Sequence[int], mesh: MeshLike, *, tokens_per_rank: int, *
         [[9000], [300, 500, 600, 700, 4000]]
     """
     ranks = as_mesh(mesh).size
+    if context_mesh(mesh).size != ranks:
+        raise ValueError(
+            "plan_step: expected a mesh of one axis, whose ranks share all samples, got one with axes of data or heads; flatten the data "
+            "and context axes: mesh['dp', 'cp']._flatten()"
+        )
     _check(lengths, ranks, tokens_per_rank)
     needed = -(-sum(lengths) // (tokens_per_rank * ranks))
     steps: list[StepPlan] = []

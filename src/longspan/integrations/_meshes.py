@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longspan._comm.gather import all_gather_rows
-from longspan._comm.mesh import CONTEXT_AXIS, DATA_AXES, HEADS_AXIS, as_mesh
+from longspan._comm.mesh import CONTEXT_AXIS, DATA_AXES, HEADS_AXIS, Mesh, as_mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class MeshRoles:
 
 def mesh_roles(mesh: Any) -> MeshRoles:
     """The roles of a mesh's axes. Raises ValueError for a mesh with some of the names but no axis "cp", or with other names beside."""
-    names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
+    names = tuple(axis.name for axis in mesh.axes) if isinstance(mesh, Mesh) else tuple(getattr(mesh, "mesh_dim_names", None) or ())
     known = [name for name in names if name in (CONTEXT_AXIS, HEADS_AXIS, *DATA_AXES)]
     if not known:
         return MeshRoles(context=mesh, context_size=as_mesh(mesh).size)
@@ -51,26 +51,32 @@ def mesh_roles(mesh: Any) -> MeshRoles:
             f"mesh: expected an axis {CONTEXT_AXIS!r} beside any of {', '.join(map(repr, (*DATA_AXES, HEADS_AXIS)))}, got axes {names}; "
             "name the axis whose ranks share a sequence 'cp', or pass the submesh of such axes"
         )
-    data = tuple(mesh[name] for name in names if name in DATA_AXES)
+    axes = {name: mesh.along(name) if isinstance(mesh, Mesh) else mesh[name] for name in names}
+    data = tuple(axis for name, axis in axes.items() if name in DATA_AXES)
     rank = 0
     for axis in data:
-        rank = rank * axis.size() + axis.get_local_rank()
+        rank = rank * _size(axis) + (axis.rank if isinstance(axis, Mesh) else axis.get_local_rank())
     return MeshRoles(
-        context=mesh[CONTEXT_AXIS],
-        context_size=mesh[CONTEXT_AXIS].size(),
+        context=axes[CONTEXT_AXIS],
+        context_size=_size(axes[CONTEXT_AXIS]),
         data=data,
-        data_size=math.prod(axis.size() for axis in data),
+        data_size=math.prod(_size(axis) for axis in data),
         data_rank=rank,
-        heads_size=mesh[HEADS_AXIS].size() if HEADS_AXIS in names else 1,
+        heads_size=_size(axes[HEADS_AXIS]) if HEADS_AXIS in names else 1,
     )
+
+
+def _size(axis: Any) -> int:
+    return int(axis.size if isinstance(axis, Mesh) else axis.size())
 
 
 def sum_over_data_ranks(number: Tensor, roles: MeshRoles) -> Tensor:
     """A number summed over the data axes. A collective call if they have more than one rank."""
     for axis in roles.data:
-        if axis.size() > 1:
-            number = number.to(axis.device_type) if axis.device_type != "cpu" else number
-            number = all_gather_rows(as_mesh(axis), number[None], [1] * axis.size(), what="sum over data ranks").sum(0)
+        if _size(axis) > 1:
+            device = getattr(axis, "device_type", "cpu")
+            number = number.to(device) if device != "cpu" else number
+            number = all_gather_rows(as_mesh(axis), number[None], [1] * _size(axis), what="sum over data ranks").sum(0)
     return number
 
 

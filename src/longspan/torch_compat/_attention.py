@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.attention.flex_attention import BlockMask
 
 from longspan._comm.gather import all_gather_rows
-from longspan._comm.mesh import as_mesh
+from longspan._comm.mesh import context_mesh
 from longspan._dropin.buffers import make_buffers
 from longspan._dropin.context import Context
 from longspan._dropin.dispatcher import AttentionDispatcher
@@ -176,7 +176,7 @@ def context_parallel(
     _dispatch_mode = _DispatchMode.MONKEY_PATCH
     made = make_buffers(list(buffers or []), list(buffer_seq_dims or []), list(no_restore_buffers or []))
     lengths = list(dict.fromkeys(b.length for b in made))
-    ranks, enabled = as_mesh(mesh).size, _cp_options.enable_load_balance
+    ranks, enabled = context_mesh(mesh).size, _cp_options.enable_load_balance
     balanced = enabled and bool(lengths) and all(n % (2 * ranks) == 0 for n in lengths)
     layout = partial(_head_tail_or_contiguous, balanced=balanced)
     context = Context(AttentionDispatcher(mesh, layout=layout, strategy=strategy(), lengths=lengths), made)
@@ -327,7 +327,7 @@ def context_parallel_unshard(
     """
     if len(buffers) != len(seq_dims):
         raise ValueError(f"`seq_dims` must have the same number of elements as `buffers`: expected {len(buffers)}, got {len(seq_dims)}")
-    cp_mesh = as_mesh(mesh)
+    cp_mesh = context_mesh(mesh)
     local_lengths = torch.tensor([[b.shape[d] for b, d in zip(buffers, seq_dims, strict=True)]], device=buffers[0].device)
     counts = all_gather_rows(cp_mesh, local_lengths, [1] * cp_mesh.size, what="agreement of all ranks, tokens held").T.tolist()
     whole = []
@@ -431,7 +431,7 @@ class _ForwardHooks:
     def _flex(
         self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any = None, block_mask: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        mesh = as_mesh(self.mesh)
+        mesh = context_mesh(self.mesh)
         if isinstance(block_mask, ShardedBlockMask):
             layouts, block_mask = {layout.length: layout for layout in block_mask.layouts}, block_mask.whole
         else:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from longspan._comm.mesh import Mesh, as_mesh
+from longspan._comm.mesh import Mesh, context_mesh
 from longspan._engine import ops
 from longspan._engine.attention import AttendOptions, attend
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
@@ -43,7 +43,7 @@ def _plan_of(mesh: DeviceMesh, query: Tensor, key: Tensor, is_causal: bool, drop
         raise NotImplementedError(f"dropout_p: expected 0, got {dropout_p}: attention dropout is not supported across ranks")
     if is_causal and query.shape[2] != key.shape[2]:
         raise NotImplementedError("is_causal requires the same query and context sequence lengths")
-    whole = as_mesh(mesh)
+    whole = context_mesh(mesh)
     lengths = (query.shape[2] * whole.size, key.shape[2] * whole.size)
     return _plan(whole, *lengths, is_causal, _cp_options.enable_load_balance, strategy())
 
