@@ -123,8 +123,15 @@ def test_of_axes_of_batches_or_heads_beside_cp_a_plan_takes_cp(names: tuple[str,
     planned = ls.plan(ls.causal(), 1000, mesh, strategy="ring").mesh
     along = names.index("cp")
     assert (planned.axes, planned.coordinate) == ((("cp", (2, 3)[along]),), ((1, 2)[along],))
-    for others in (("cp", "ring"), ("dp", "tp")):  # names that say nothing, or not which axis shares the sequence
-        assert ls.plan(ls.causal(), 1000, ls.Mesh.abstract((2, 3), axis_names=others), heads=6).mesh.size == 6
+
+
+@pytest.mark.parametrize("names", [("pp", "cp"), ("dp", "tp"), ("dp", "ring")], ids=str)
+def test_axes_of_which_not_all_names_are_roles_beside_cp_raise(names: tuple[str, str]) -> None:
+    mesh = ls.Mesh.abstract((2, 3), axis_names=names)
+    with pytest.raises(ValueError, match="expected an axis 'cp' beside any of"):
+        ls.plan(ls.causal(), 1000, mesh, heads=6)
+    with pytest.raises(ValueError, match="expected an axis 'cp' beside any of"):
+        ls.KVCache(pages=4, layers=1, kv_heads=2, head_dim=8, mesh=mesh)
 
 
 @pytest.mark.parametrize("lengths", [1000, (1000, 500)], ids=["self", "cross"])

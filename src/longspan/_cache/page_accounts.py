@@ -57,7 +57,7 @@ class PageAccounts:
                 where = f" on rank {rank}" if self._pool.ranks > 1 else ""
                 raise OutOfPages(
                     f"step: expected {count} free pages{where} for {tokens} new tokens, got {self._pool.free(rank)}; "
-                    "free or truncate sequences, or make a cache with more pages"
+                    "free or truncate sequences, or add pages with cache.grow"
                 )
 
     def take(self, wanted: WantedPages) -> TakenPages:

@@ -197,12 +197,31 @@ def as_mesh(value: Any) -> Mesh:
 
 
 def context_mesh(value: Any) -> Mesh:
-    """`as_mesh` of the ranks that share a sequence: the axis "cp" of a mesh whose other axes, by their names, hold batches or heads."""
-    names = [axis.name for axis in value.axes] if isinstance(value, Mesh) else list(getattr(value, "mesh_dim_names", None) or ())
-    others = [name for name in names if name != CONTEXT_AXIS]
-    if len(others) == len(names) or not others or not set(others) <= {*DATA_AXES, HEADS_AXIS}:
+    """`as_mesh` of the ranks that share a sequence: those along "cp" if axes have the names of roles, otherwise all ranks.
+
+    Raises:
+        ValueError: Several axes, of which some but not all have the names of roles, or none is called "cp".
+    """
+    names = axis_names(value)
+    if len(names) < 2 or not named_by_role(names):
         return as_mesh(value)
     return value.along(CONTEXT_AXIS) if isinstance(value, Mesh) else as_mesh(value[CONTEXT_AXIS])
+
+
+def axis_names(value: Any) -> tuple[str, ...]:
+    """The names of a mesh's axes; () if they have none."""
+    return tuple(axis.name for axis in value.axes) if isinstance(value, Mesh) else tuple(getattr(value, "mesh_dim_names", None) or ())
+
+
+def named_by_role(names: Sequence[str]) -> bool:
+    """Whether axes are named "cp", "dp", "tp" and so on. Raises ValueError if only some are, or none is "cp"."""
+    known = [name for name in names if name in (CONTEXT_AXIS, HEADS_AXIS, *DATA_AXES)]
+    if known and (len(known) < len(names) or CONTEXT_AXIS not in names):
+        raise ValueError(
+            f"mesh: expected an axis {CONTEXT_AXIS!r} beside any of {', '.join(map(repr, (*DATA_AXES, HEADS_AXIS)))}, "
+            f"got axes {tuple(names)}; name the axis whose ranks share a sequence 'cp', or pass the submesh of such axes"
+        )
+    return bool(known)
 
 
 def _from_device_mesh(mesh: Any) -> Mesh:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longspan._comm.gather import all_gather_rows
-from longspan._comm.mesh import CONTEXT_AXIS, DATA_AXES, HEADS_AXIS, Mesh, as_mesh
+from longspan._comm.mesh import CONTEXT_AXIS, DATA_AXES, HEADS_AXIS, Mesh, as_mesh, axis_names, named_by_role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +42,9 @@ class MeshRoles:
 
 def mesh_roles(mesh: Any) -> MeshRoles:
     """The roles of a mesh's axes. Raises ValueError for a mesh with some of the names but no axis "cp", or with other names beside."""
-    names = tuple(axis.name for axis in mesh.axes) if isinstance(mesh, Mesh) else tuple(getattr(mesh, "mesh_dim_names", None) or ())
-    known = [name for name in names if name in (CONTEXT_AXIS, HEADS_AXIS, *DATA_AXES)]
-    if not known:
+    names = axis_names(mesh)
+    if not named_by_role(names):
         return MeshRoles(context=mesh, context_size=as_mesh(mesh).size)
-    if len(known) < len(names) or CONTEXT_AXIS not in names:
-        raise ValueError(
-            f"mesh: expected an axis {CONTEXT_AXIS!r} beside any of {', '.join(map(repr, (*DATA_AXES, HEADS_AXIS)))}, got axes {names}; "
-            "name the axis whose ranks share a sequence 'cp', or pass the submesh of such axes"
-        )
     axes = {name: mesh.along(name) if isinstance(mesh, Mesh) else mesh[name] for name in names}
     data = tuple(axis for name, axis in axes.items() if name in DATA_AXES)
     rank = 0
