@@ -45,7 +45,7 @@ def context_parallel(
     may run after the context.
 
     Args:
-        mesh: A DeviceMesh of one or two axes, a ProcessGroup, or a virtual world's mesh.
+        mesh: The ranks that share the sequence, as `longspan.plan` takes them.
         buffers: Plain tensors that hold whole sequences (tokens, positions, labels), equal on every rank. They are sharded in place on
             entering and restored on leaving, after an exception too. Writes to a buffer inside are lost.
         buffer_seq_dims: The sequence dim of each buffer; negative dims count from the end.

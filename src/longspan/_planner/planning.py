@@ -64,7 +64,8 @@ def plan(
         mask: A mask as `longspan.attention` takes it, or a mapping of names to masks. Several masks share one layout.
         seq_len: Length of the whole sequence, or (q_len, kv_len) for cross-attention.
         mesh: A DeviceMesh of one or two axes, a ProcessGroup, a virtual world's mesh, or `longspan.Mesh.abstract(…)` to plan only. All
-            its ranks share the sequence; of axes ("dp", "cp") or ("cp", "tp"), those along "cp".
+            its ranks share the sequence. Or a DeviceMesh of any number of axes, "cp" beside "dp", "dp_replicate", "dp_shard" or "tp":
+            the ranks along "cp" share it.
         layout: Who owns which tokens: "contiguous", "head_tail", "per_document", "round_robin", "auto", a `Layout`, or a pair of layouts
             (queries, keys).
         strategy: How KV moves: "ring", "allgather", "exchange", "ulysses", "ulysses_ring", "ulysses_exchange", "ulysses_allgather",

@@ -67,8 +67,8 @@ def prepare_batch(
             which start again at each packed document; `document_ids` (or `seq_idx`) [B, S], negative for padding; `cu_seq_lens_q`
             [documents + 1], where documents begin, counted over all rows; `attention_mask` [B, S], 0 for padding. With other entries
             (images, audio, video, token types) or `position_ids` by axis ([3, B, S], or [4, B, S] after those of text) the model gets the
-            whole batch, and its text decoder takes this rank's tokens. `num_items_in_batch` is taken as `count`. `return_dict`,
-            `output_hidden_states` and `output_attentions` are passed on; `use_cache=True` and `logits_to_keep` raise.
+            whole batch, and its text decoder takes this rank's tokens. `num_items_in_batch` is taken as `count`. `return_dict` and
+            `output_hidden_states` are passed on; `use_cache=True`, `logits_to_keep` and, in attention, `output_attentions=True` raise.
         mesh: The ranks that share the sequence, as `longspan.plan` takes them. Or a DeviceMesh with an axis "cp" beside any of "dp",
             "dp_replicate", "dp_shard" and "tp": labels are then counted over the data axes too, in one small collective call.
         config: The model or its config. A `ForMaskedLM` model itself (not its config) gets plans of bidirectional attention, and its

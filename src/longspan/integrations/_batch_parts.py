@@ -37,7 +37,7 @@ class PlanOptions(TypedDict, total=False):
 
 
 class ForwardFlags(TypedDict, total=False):
-    """Settings of a forward that every rank honours. `prepare_batch` passes them on."""
+    """Settings of a forward that `prepare_batch` passes on. `output_attentions=True` raises in attention."""
 
     return_dict: bool
     output_hidden_states: bool
