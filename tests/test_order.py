@@ -1,4 +1,4 @@
-"""The order of tests over workers: every test once, those that start processes first on the first worker."""
+"""The order of tests over workers: every test runs once; tests that start processes run first, on the first worker."""
 
 from __future__ import annotations
 

@@ -151,8 +151,8 @@ def _axes_of_one_and_two_ranks() -> list[str | None]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "two"))
     axes = []
     for placements in ([Shard(2), Replicate()], [Replicate(), Shard(2)], [Replicate(), Shard(1)], [Shard(2), Shard(2)]):
-        found = _sequence_mesh(distribute_tensor(torch.zeros(2, 4, 6, 3), mesh, placements))
-        axes.append(None if found is None else found.axes[0].name)
+        sharded = _sequence_mesh(distribute_tensor(torch.zeros(2, 4, 6, 3), mesh, placements))
+        axes.append(None if sharded is None else sharded.axes[0].name)
     return axes
 
 

@@ -1,7 +1,7 @@
-"""Lookups of a score mod that are loaded before the scores are there, whose wait would otherwise end with the latency of the load.
+"""Lookups of a score mod made before the scores are ready, so that their latency overlaps with the computation of the scores.
 
-uniform: by batch row and head alone, as a slope per head (ALiBi) or a learned temperature: loaded before the loop over tiles.
-early: by anything but the score, as a bias per head and key: loaded at the beginning of each step.
+uniform: depend on batch row and head only (an ALiBi slope, a learned temperature): loaded once, before the loop over tiles.
+early: depend on anything but the score (a bias per head and key): loaded one tile ahead by the decode kernel.
 """
 
 from __future__ import annotations
