@@ -17,15 +17,16 @@ from longspan.cli.app import run
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 @pytest.mark.parametrize("kind", ["fifo", "directory", "missing"])
-def test_a_lengths_file_that_is_no_file_raises_without_opening_it(kind: str, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("option", ["--tokens 1000 --mask documents({})", "--tokens-per-gpu 500 --samples {}"])
+def test_a_lengths_file_that_is_no_file_raises_without_opening_it(option: str, kind: str, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "lengths"
     if kind == "fifo":
         os.mkfifo(path)
     elif kind == "directory":
         path.mkdir()
-    assert run(["plan", "--tokens", "1000", "--gpus", "2", "--mask", f"documents({path})"]) == 2
+    assert run(["plan", "--gpus", "2", *option.format(path).split()]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and str(path) in error
+    assert error.count("\n") == 1 and option.split()[2] in error and path.name in error
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")

@@ -148,12 +148,7 @@ class _MaskExpression:
 
 def _read_lengths(path: Path) -> list[int]:
     """Document lengths from a file of whole numbers separated by spaces, commas or lines."""
-    try:
-        if path.exists() and not path.is_file():  # opening a FIFO would block
-            raise UsageError(f"--mask: documents({path}): expected a regular file")
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--mask: documents({path}): {describe(error) if isinstance(error, OSError) else 'not a text file'}") from None
+    text = read_text(path, f"--mask: documents({path})")
     lengths = []
     for number, line in enumerate(text.splitlines(), 1):
         for word in line.replace(",", " ").split():
@@ -163,6 +158,16 @@ def _read_lengths(path: Path) -> list[int]:
     if not lengths:
         raise UsageError(f"{path}: expected document lengths, the file has none")
     return lengths
+
+
+def read_text(path: Path, where: str) -> str:
+    """The text of a regular file. Raises a UsageError that begins with `where`."""
+    try:
+        if path.exists() and not path.is_file():  # opening a FIFO would block
+            raise UsageError(f"{where}: expected a regular file")
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{where}: {describe(error) if isinstance(error, OSError) else 'not a text file'}") from None
 
 
 def _imported(text: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from longspan._plan.strategies import LAYOUT_NAMES, STRATEGY_NAMES
 from longspan.cli import parse
-from longspan.cli.app import UsageError, describe, usage_errors
+from longspan.cli.app import UsageError, describe
 
 MAX_SAMPLES = 100_000
 _TERMS = re.compile(r"[\d.,*_kKmMgG -]*")  # lengths, not the name of a file
@@ -57,8 +57,7 @@ def parsed_lengths(text: str) -> list[int]:
     if _TERMS.fullmatch(text) and not os.path.isfile(text):  # Path.is_file raises for a text longer than a file's name may be
         terms = text.split(",")
     else:
-        with usage_errors(f"--samples: {text[:80]}", OSError, UnicodeDecodeError):
-            terms = Path(text).read_text(encoding="utf-8-sig").split()
+        terms = parse.read_text(Path(text), f"--samples: {text[:80]}").split()
         if wrong := next((term for term in terms if "," in term), None):  # 100,200 would be one length of 100200
             raise UsageError(f"--samples: expected one length per line in {text}, without commas, got {wrong[:40]!r}")
     lengths: list[int] = []
