@@ -19,7 +19,7 @@ from tests.faults import hosts
 from tests.faults.inject import CABLE_KINDS, CATCH, DIVERGE, LATE, POINT_KINDS, REORDER, SKIP, Fault
 from tests.faults.judge import slowest, verdict
 from tests.faults.rank import prepare, rank_main
-from tests.faults.scenarios import DIVERGING, SCENARIOS
+from tests.faults.scenarios import DIVERGING, DIVERGING_LATER, SCENARIOS
 from tests.faults.supervisor import GRACE, Case, InRank, Report, Supervisor
 
 Clean = dict[tuple[str, int], list[Report]]
@@ -92,6 +92,8 @@ def faults_of(world: Case, clean: list[Report]) -> Iterator[Case]:
             yield replace(world, fault=Fault(kind=REORDER, victim=(at + 1) % size, at=at, name=name))
     for i, name in enumerate(DIVERGING.get(scenario, ())):
         yield replace(world, fault=Fault(kind=DIVERGE, victim=i % size, name=name))
+    for i, name in enumerate(DIVERGING_LATER.get(scenario, ())):  # the last call repeats one on which all ranks agreed
+        yield replace(world, fault=Fault(kind=DIVERGE, victim=i % size, at=len(calls) - 1, name=name))
 
 
 def covering(cases: list[Case]) -> list[Case]:

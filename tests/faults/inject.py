@@ -40,7 +40,7 @@ class InjectedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What happens to the victim. `at`: the point, or the index of the call that is skipped or exchanged with the next one, or ""."""
+    """What happens to the victim. `at`: the point, or the index of the first call that is skipped, exchanged or different."""
 
     kind: str
     victim: int

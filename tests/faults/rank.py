@@ -31,7 +31,9 @@ def rank_main(case: Case, rank: int, folder: str, timeout: float, report: Callab
     injector.install()
     if case.scenario == "checkpoint":
         injector.install_checkpoint_points()
-    state = RankState(rank=rank, size=case.size, folder=folder, odd=fault.name if fault is not None and kind == DIVERGE else "")
+    odd = fault.name if fault is not None and kind == DIVERGE else ""
+    first_odd = 0 if fault is None else fault.at
+    state = RankState(rank=rank, size=case.size, folder=folder, odd=odd if first_odd == 0 else "")
     calls = SCENARIOS[case.scenario](state)
     dist.barrier()  # groups of a mesh are made by now
     if fault is not None and kind == SKIP:
@@ -40,8 +42,8 @@ def rank_main(case: Case, rank: int, folder: str, timeout: float, report: Callab
         calls[fault.at : fault.at + 2] = reversed(calls[fault.at : fault.at + 2])
     if kind in (SKIP, REORDER, DIVERGE):
         report("fault", kind)
-    for name, call in calls:
-        injector.call = name
+    for i, (name, call) in enumerate(calls):
+        injector.call, state.odd = name, odd if i >= first_odd else ""
         report("call", name, "")
         try:
             report("value", name, _digest(call()))

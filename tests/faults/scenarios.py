@@ -26,7 +26,7 @@ Call = tuple[str, Callable[[], Iterable[Tensor]]]
 
 @dataclass(kw_only=True)
 class RankState:
-    """What a scenario knows of its rank. `odd`: the argument in which this rank differs from all others, or ""."""
+    """What a scenario knows of its rank. `odd`: the argument in which this rank's calls differ from all others', or ""; set before each."""
 
     rank: int
     size: int
@@ -57,6 +57,7 @@ def _attention(state: RankState, mesh: Any, *, score_mod: bool = False, sink: bo
     second = ls.plan(ls.documents(lengths=[tokens - 90, 90]), tokens, mesh, **{**options, "layout": first.layout})
 
     def forward(name: str, plan: ls.Plan) -> Iterable[Tensor]:
+        odd = state.odd
         batch = 1 if odd == "batch" else 2
         heads = 2 * HEADS if odd == "heads" else HEADS
         dtype = torch.float16 if odd == "dtype" else torch.float32
@@ -76,7 +77,7 @@ def _attention(state: RankState, mesh: Any, *, score_mod: bool = False, sink: bo
         if name not in state.results:
             return []  # this rank skipped the forward pass
         out, inputs = state.results.pop(name)
-        if odd == "pass":
+        if state.odd == "pass":
             return forward(name, second)
         return torch.autograd.grad(out, inputs, torch.ones_like(out))
 
@@ -131,11 +132,11 @@ def invariant(state: RankState) -> list[Call]:
 
 
 def unshard(state: RankState) -> list[Call]:
-    odd = state.odd
-    plan = ls.plan(ls.causal(), TOKENS, dist.group.WORLD, layout="contiguous" if odd == "layout" else "head_tail")
-    x = state.tensor(TOKENS, 6, seed=3)[:, : 5 if odd == "width" else 6].to(torch.float16 if odd == "dtype" else torch.float32)
+    plan = ls.plan(ls.causal(), TOKENS, dist.group.WORLD, layout="contiguous" if state.odd == "layout" else "head_tail")
 
     def gather(name: str, width: int) -> Iterable[Tensor]:
+        odd = state.odd
+        x = state.tensor(TOKENS, 6, seed=3)[:, : 5 if odd == "width" else 6].to(torch.float16 if odd == "dtype" else torch.float32)
         part = plan.shard(x[:, :width], 0).requires_grad_()
         if odd == "dim":
             part = part.detach().T.requires_grad_()
@@ -159,12 +160,12 @@ def unshard(state: RankState) -> list[Call]:
 
 
 def relayout(state: RankState) -> list[Call]:
-    odd = state.odd
-    plan = ls.plan(ls.causal(), TOKENS, dist.group.WORLD, layout="contiguous" if odd == "layout" else "head_tail")
-    x = state.tensor(2, HEADS, TOKENS, DIM, seed=4).to(torch.float16 if odd == "dtype" else torch.float32)
-    x = x[:1] if odd == "batch" else x
+    plan = ls.plan(ls.causal(), TOKENS, dist.group.WORLD, layout="contiguous" if state.odd == "layout" else "head_tail")
 
     def move(name: str, to: str) -> Iterable[Tensor]:
+        odd = state.odd
+        x = state.tensor(2, HEADS, TOKENS, DIM, seed=4).to(torch.float16 if odd == "dtype" else torch.float32)
+        x = x[:1] if odd == "batch" else x
         part = plan.shard(x, 2).requires_grad_()
         to = "contiguous" if odd == "target" else to
         moved = plan.relayout(part, 2, to=to, heads_dim=1 if to == "heads" else None)
@@ -222,14 +223,13 @@ def loss(state: RankState) -> list[Call]:
 
 def drop_in(state: RankState) -> list[Call]:
     """`context_parallel` around SDPA; ranks exchange their lengths because the context does not know the sequence."""
-    odd = state.odd
     whole = state.tensor(2, HEADS, TOKENS, DIM, seed=7)
     sizes = [TOKENS // state.size] * (state.size - 1)
     part = whole.split([*sizes, TOKENS - sum(sizes)], 2)[state.rank].contiguous()
     context = ls.context_parallel(dist.group.WORLD)
 
     def forward(name: str, causal: bool) -> Iterable[Tensor]:
-        q = part.clone().requires_grad_()
+        odd, q = state.odd, part.clone().requires_grad_()
         with context:
             out = torch.nn.functional.scaled_dot_product_attention(
                 q, q, q, is_causal=causal != (odd == "mask"), scale=0.3 if odd == "scale" else None
@@ -300,3 +300,5 @@ DIVERGING: dict[str, tuple[str, ...]] = {
     "relayout": ("dtype", "batch", "layout", "target"),
     "drop_in": ("scale", "mask"),
 }
+PLANNED = ("length", "mask", "plan", "layout", "pass")  # fields that are those of the plan, or of another call than the last
+DIVERGING_LATER = {name: tuple(f for f in fields if f not in PLANNED or name == "drop_in") for name, fields in DIVERGING.items()}
