@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,3 +63,17 @@ def test_a_checkpoint_generates_the_tokens_of_eager_attention_until_its_end_toke
     tokenizer.eos_token = words[3]
     tokenizer.save_pretrained(folder)
     assert text() == words[:3]  # a special token is not printed
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_prints_and_no_other(rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from longspan.cli.generate import _generate
+    from longspan.integrations import generation
+
+    for name, value in (("is_initialized", True), ("get_rank", rank), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=object()))
+    monkeypatch.setattr(generation, "generate", lambda *_, **__: "3 tokens/s")
+    request = {"checkpoint": None, "prompt": "a", "seed": 0, "new_tokens": 2, "chunk": 3, "temperature": 0.0, "page_size": 4}
+    assert _generate(torch.device("cpu"), request) == 0
+    assert capsys.readouterr().err.strip() == ("3 tokens/s; 2 processes, cpu" if rank == 0 else "")

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from longspan._comm.agreement import AGREEMENT, MAX_FIELDS, WORDS, Agreement, CallDescription, agree, raise_on_all_ranks
+from longspan._comm.all_reduce import all_reduce_rows
 from longspan._comm.gather import all_gather_rows
 from longspan._comm.mesh import Mesh
+from longspan._comm.row_moves import RowMoves, move_rows
 from longspan.testing import virtual_world
 
 SAME = {"dtype": "bfloat16", "plan": "6fa1", "seq_len": "4096"}
@@ -108,6 +110,24 @@ def test_a_gather_of_unlike_rows_raises_on_every_rank(field: str) -> None:
 
     (text,) = set(virtual_world(3).run(fn))
     assert f"{field}: rank 1 has" in text
+
+
+@pytest.mark.parametrize("field", ["dtype", "row shape"])
+@pytest.mark.parametrize("call", ["move", "sum"])
+def test_moves_and_sums_of_unlike_rows_raise_on_every_rank(call: str, field: str) -> None:
+    def fn(mesh: Mesh) -> str:
+        odd = mesh.rank == 1
+        x = torch.zeros(2, 4 if odd and field == "row shape" else 3, 5, dtype=torch.int32 if odd and field == "dtype" else torch.int64)
+        moves = RowMoves(hops=(), order=torch.arange(2))
+        with pytest.raises(ValueError) as caught:
+            if call == "move":
+                move_rows(mesh, x, moves, what="move", fields={})
+            else:
+                all_reduce_rows(mesh, x, lambda rows: rows.sum(0), lambda rows, _: rows, what="sum", fields={})
+        return str(caught.value)
+
+    (text,) = set(virtual_world(3).run(fn))
+    assert f"{field.removeprefix('row ') if call == 'sum' else field}: rank 1 has" in text
 
 
 @pytest.mark.parametrize("shape", [4, (2, 2)], ids=str)

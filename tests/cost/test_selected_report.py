@@ -29,6 +29,16 @@ def test_everything_chosen_costs_what_the_plan_costs() -> None:
     assert chosen.share == pytest.approx(whole.share) and chosen.seconds > 0
 
 
+def test_work_on_local_keys_hides_the_exchange() -> None:
+    # Most work is on local keys, few keys are of the rank before: a link of an eighth of the bandwidth is still faster than that work.
+    profile, length = cluster("h200"), 2048
+    slow = replace(profile, inside=replace(profile.inside, bandwidth=profile.inside.bandwidth / 8))
+    mask = ls.mask_mod(lambda b, h, q, kv: (q // length == kv // length) | ((kv // length == q // length - 1) & (kv % length < 256)))
+    sizes = {"heads": 8, "kv_heads": 8, "head_dim": 64}
+    plan = ls.plan(mask, RANKS * length, ls.Mesh.abstract(RANKS), layout="contiguous", strategy="exchange", **sizes)
+    assert plan.report(slow, density=1.0).seconds == pytest.approx(plan.report(profile, density=1.0).seconds, rel=0.03)
+
+
 def test_fewer_keys_cost_less() -> None:
     plan = plan_on(ls.Mesh.abstract(RANKS))
     reports = [plan.report(density=d) for d in (0.0, 0.01, 0.1, 1.0)]

@@ -7,6 +7,7 @@ import gc
 import pickle
 import sys
 import tracemalloc
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -41,6 +42,19 @@ def test_a_ring_has_one_stage_fewer_than_ranks_and_an_all_gather_one() -> None:
     assert ls.plan(ls.causal(), 1000, two, strategy="ulysses_exchange", stages=4).schedule.stages == 4
     with pytest.raises(ValueError, match=r"has 2 stages, .* use strategy='ulysses_exchange'"):
         ls.plan(ls.causal(), 1000, two, strategy="ulysses_ring", stages=3)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "allgather", "exchange"])
+def test_moves_are_sorted_and_neighbours_are_one_move(strategy: Any) -> None:
+    mask = ls.causal() & ls.documents(lengths=[[300, 100, 111], [11, 200, 300]])
+    for layout in ("head_tail", "per_document"):  # per_document: one layout per batch row
+        options = {"stages": 3} if strategy == "exchange" else {}
+        moves = ls.plan(mask, 511, ls.Mesh.abstract(5), layout=layout, strategy=strategy, batch=2, **options).schedule
+        columns = (moves.stage, moves.receiver, moves.source, moves.row, moves.start, moves.length)
+        rows = list(zip(*(column.tolist() for column in columns), strict=True))
+        assert rows == sorted(rows)
+        for (*key, start, length), (*next_key, next_start, _) in pairwise(rows):
+            assert key != next_key or layout == "per_document" or start + length < next_start
 
 
 def test_a_user_layout_and_a_user_schedule_are_used() -> None:

@@ -133,13 +133,14 @@ def patched(library: Any, mesh: Any) -> Tensor:
 def block_masks(library: Any, mesh: Any, balanced: bool) -> list[Tensor]:
     library._cp_options.enable_load_balance = balanced
     length = 2 * 256
-    ids = torch.arange(length) // 150
+    kv_length = length if balanced else length + 128  # a balancer is of one length
+    ids = torch.arange(kv_length) // 150
 
     def documents(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (q >= kv) & (ids[q] == ids[kv])
 
     theirs._compiled_create_block_mask = theirs.create_block_mask  # compiling takes seconds
-    made = library._create_cp_block_mask(documents, 2, 1, length, length, mesh)
+    made = library._create_cp_block_mask(documents, 2, 1, length, kv_length, mesh)
     # Which blocks are full and which partial is the library's affair; together they must be the same.
     return [made.to_dense(), torch.tensor(made.shape)]
 
