@@ -74,7 +74,8 @@ def draw_poison(case: Case, rng: Random) -> None:
 def draw_call(case: Case, rng: Random) -> None:
     """A second call with something changed, and the forms in which FlexAttention and SDPA take a mask."""
     entry = case["entry"]
-    case["again"] = rng.choice((None, None, None, "scale", "captures", "values", "state")) if entry == "attention" else None
+    changes = ("state", "state", None, "scale") if _reads_state(case) else (None, None, None, "scale", "captures", "values")
+    case["again"] = rng.choice(changes) if entry == "attention" else None
     if entry in ("flex", "context"):
         case["block_mask"] = rng.choice(("mask", "mod", "BlockMask", "table")) if entry == "flex" else "BlockMask"
         case["aux"] = entry == "flex" and case["lse"] and rng.random() < 0.5
@@ -129,9 +130,7 @@ def valid(case: Case) -> Case:
         case["invariant"] = False
     if (case.get("mesh") or {}).get("buffers") == "inference":
         case["needs"] = "none"
-    if case["again"] == "state" and not any(
-        "window()" in (t := leaf.get("text", "")) or "torch.are" in t for leaf in mods.leaves(case["mask"] or FULL)
-    ):
+    if case["again"] == "state" and not _reads_state(case):
         case["again"] = None
     if case["needs"] == "captured" and not any(c.get("grad") for c in (case["score"] or {}).get("captures", ())):
         case["needs"] = "all"
@@ -142,6 +141,12 @@ def valid(case: Case) -> Case:
     ):
         case["again"] = None
     return case
+
+
+def _reads_state(case: Case) -> bool:
+    """Whether the mask reads what `mods.changed_state` changes."""
+    texts = [leaf.get("text", "") for leaf in mods.leaves(case["mask"] or FULL)]
+    return any("window()" in text or "torch.are" in text for text in texts)
 
 
 def _draw_sizes(case: Case, rng: Random) -> None:
@@ -178,7 +183,7 @@ def draw_mask(case: Case, rng: Random) -> None:
 def _leaf(case: Case, rng: Random) -> mods.Spec:
     longest = max(case["q_len"], case["kv_len"])
     tile, square = case["tile"], case["q_len"] == case["kv_len"]
-    kinds = {"causal": 5, "window": 4, "prefix": 2, "prefix rows": 1, "full": 0.3, "blocks": 5, "mod": 6, "expression": 3, "state": 0.5}
+    kinds = {"causal": 5, "window": 4, "prefix": 2, "prefix rows": 1, "full": 0.3, "blocks": 8, "mod": 6, "expression": 3, "state": 2.5}
     if square:
         kinds |= {"documents": 3, "documents rows": 1.5, "ids": 1.5, "ids rows": 1}
     kind = rng.choices(list(kinds), list(kinds.values()))[0]
@@ -237,11 +242,11 @@ def _block_shaped(case: Case, rng: Random) -> mods.Spec:
     """A mask that is constant inside tiles: a table of tiles, tiles of global tokens, single tiles beside a causal mask."""
     tile = case["tile"] if rng.random() < 0.75 else max(1, case["tile"] // 2)
     rows, columns = (-(-case[side] // tile) for side in ("q_len", "kv_len"))
-    kind = rng.choice(("table", "bigbird", "corner", "per head", "causal blocks"))
+    kind = rng.choices(("table", "bigbird", "corner", "per head", "causal blocks"), (1, 1, 4, 1, 1))[0]
     seed = rng.randrange(SEED_RANGE)
     if kind == "corner":
-        row = rng.randrange(rows)
-        column = rng.randrange(row + 1, columns) if row + 1 < columns and rng.random() < 0.8 else rng.randrange(columns)
+        row = rng.randrange(max(1, rows - 1))
+        column = rng.randrange(row + 1, columns) if row + 1 < columns and rng.random() < 0.9 else rng.randrange(columns)
         return _mod(f"blocks {kind}", f"(q >= kv) | ((kv // {tile} == {column}) & (q // {tile} == {row}))")
     if kind == "bigbird":
         return _mod(f"blocks {kind}", f"(kv // {tile} == 0) | (q // {tile} == 0) | ((q // {tile} - kv // {tile}).abs() < 2)")

@@ -1,10 +1,10 @@
-"""Do random cases find past bugs again? Each bug's mend is reversed in a copy of the repository, and cases run until one is wrong.
+"""Are past bugs detected again? Each bug's mend is reversed in a copy of the repository, and a harness runs until it reports an error.
 
     python tests/fuzz/reverts.py --seconds 120 [--only NAME]
 
-Not expressible as one call, so not found here: ranks that make different calls (tests/engine/test_disagreement_processes.py), unchecked
-`plan.shard` and `plan.unshard`, checkpoints of `longspan train`, and hostile files of the command line. NaN that crosses masks in the GPU
-kernels is found on a GPU only (`--device cuda` of the fuzzer).
+Wrong results of one call: random cases of `tests.fuzz`. Ranks that make different calls: `tests.faults`. Checkpoints, files of the command
+line and timeouts: the test file of each. NaN that crosses masks in the GPU kernels is detected on a GPU only (`--device cuda` of the
+fuzzer). `tests/fuzz/README.md` has the times of a run.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 KERNELS, MASKS, DROPIN = "src/longspan/_kernels", "src/longspan/_masks", "src/longspan/_dropin"
-# Name: edits (file, old, new); the old text occurs once in the file.
-REVERTS: dict[str, list[tuple[str, str, str]]] = {
+COMM, CHECKPOINTS, CLI = "src/longspan/_comm", "src/longspan/_training/checkpoints.py", "src/longspan/cli"
+Edits = list[tuple[str, str, str]]  # (file, old, new); the old text occurs once in the file
+REVERTS: dict[str, Edits] = {
     "tiles above a causal square counted twice": [
         (f"{KERNELS}/plain_tiles.py", 'if rect.kind == "causal":\n', 'if rect.kind == "causal" and self.work.mask is None:\n'),
     ],
@@ -68,6 +70,49 @@ REVERTS: dict[str, list[tuple[str, str, str]]] = {
         (f"{MASKS}/interval_rules.py", "return Interval(combine(a.lo, b.lo), combine(a.hi, b.hi))", "return monotone(1, 1)(call, (a, b))"),
     ],
 }  # fmt: skip
+# Bugs between ranks: edits, and arguments of `tests.faults`.
+FAULTS: dict[str, tuple[Edits, str]] = {
+    "ranks agree on the first call of a kind only": (
+        [
+            (f"{COMM}/agreement.py", "_numbers = itertools.count(1)\n", "_numbers = itertools.count(1)\n_agreed: set[object] = set()\n"),
+            (f"{COMM}/agreement.py", "        if mesh.size > 1:\n            watchdog.call",
+             "        key = (mesh.size, call and call.digests)\n        if mesh.size > 1 and (error is not None or key not in _agreed):\n"
+             "            _agreed.add(key)\n            watchdog.call"),
+        ],
+        "--scenarios ring --kinds diverge",
+    ),
+    "unshard is not checked": (
+        [(f"{COMM}/gather.py", "return agree(mesh, CallDescription(", "return Agreement.none() or agree(mesh, CallDescription(")],
+        "--scenarios unshard --kinds diverge",
+    ),
+}  # fmt: skip
+# Bugs of commands and timeouts: edits, and the test file.
+TESTS: dict[str, tuple[Edits, str]] = {
+    "damaged shards of a checkpoint are loaded": (
+        [(CHECKPOINTS, "    damage = checkpoint.damage()\n", "    damage = None\n")], "tests/integrations/test_checkpoints.py",
+    ),
+    "a checkpoint without job.json is accepted": (
+        [(CHECKPOINTS, "raise CheckpointError(f\"the checkpoint {folder} is damaged: {_MANIFEST}: {error.strerror}\") from None",
+          "return Checkpoint(folder=folder, step=int(folder.name[5:]), identity={}, files={})")],
+        "tests/integrations/test_checkpoints.py",
+    ),
+    "a pickle in a checkpoint's metadata is executed": (
+        [(CHECKPOINTS, "_MetadataUnpickler(io.BytesIO((", "pickle.Unpickler(io.BytesIO((")], "tests/integrations/test_checkpoints.py",
+    ),
+    "a FIFO as a file of document lengths blocks": (
+        [(f"{CLI}/parse.py", "if path.exists() and not path.is_file():", "if False:")], "tests/cli/test_hostile_input.py",
+    ),
+    "out of memory is a traceback": (
+        [(f"{CLI}/app.py", "except (MemoryError, RuntimeError) as error:", "except ZeroDivisionError as error:")],
+        "tests/cli/test_hostile_input.py",
+    ),
+    "a timeout blames a healthy neighbour": (
+        [(f"{COMM}/watchdog.py", "if notes[r][\"held up\"]]", "if False]")], "tests/comm/test_watchdog.py",
+    ),
+    "the default timeout is torch's 30 minutes": (
+        [(f"{COMM}/watchdog.py", "DEFAULT_TIMEOUT = 600.0", "DEFAULT_TIMEOUT = 1800.0")], "tests/comm/test_watchdog.py",
+    ),
+}  # fmt: skip
 
 
 def main() -> int:
@@ -78,10 +123,16 @@ def main() -> int:
     parser.add_argument("--only", help="bugs whose name contains this text")
     options = parser.parse_args()
     missed = 0
+    every: dict[str, tuple[Edits, Callable[[Path], str | None]]] = {
+        name: (edits, lambda copy: first_wrong(copy, None if options.corpus else options.first, options.seconds))
+        for name, edits in REVERTS.items()
+    }
+    every |= {name: (edits, lambda copy, given=given: first_fault(copy, given)) for name, (edits, given) in FAULTS.items()}
+    every |= {name: (edits, lambda copy, file=file: first_failure(copy, file)) for name, (edits, file) in TESTS.items()}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "repository"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "build", "__pycache__", ".*_cache"))
-        for name, edits in REVERTS.items():
+        for name, (edits, detect) in every.items():
             if options.only and options.only not in name:
                 continue
             originals = {file: (copy / file).read_text() for file, _, _ in edits}
@@ -93,9 +144,9 @@ def main() -> int:
                     )
                 (copy / file).write_text(text.replace(old, new))
             begin = time.monotonic()
-            first = first_wrong(copy, None if options.corpus else options.first, options.seconds)
+            first = detect(copy)
             missed += first is None
-            print(f"{name}: {'not found' if first is None else first} ({time.monotonic() - begin:.0f} s)", flush=True)
+            print(f"{name}: {'NOT DETECTED' if first is None else first} ({time.monotonic() - begin:.0f} s)", flush=True)
             for file, text in originals.items():
                 (copy / file).write_text(text)
     return 1 if missed else 0
@@ -106,15 +157,46 @@ def first_wrong(copy: Path, first: int | None, seconds: float) -> str | None:
     command = [sys.executable, "-m", "tests.fuzz", "--stop", "--keep", "--json"]
     corpus = sorted(str(p) for p in (copy / "tests/fuzz/corpus").glob("*.json"))
     command += ["--replay", *corpus] if first is None else ["--first", str(first), "--seconds", str(seconds)]
-    environment = {**os.environ, "PYTHONPATH": f"{copy / 'src'}:{copy}", "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+    done = _run(copy, command)
     if not done.stdout.strip():
         return f"the process died with exit code {done.returncode}"
     result = json.loads(done.stdout.splitlines()[-1])
     if not result["wrong"]:
         return None
     wrong = result["wrong"][0]
-    return f"found after {result['cases']} cases, {result['seconds']:.0f} CPU seconds: {wrong.get('text', wrong)}"[:200]
+    return f"after {result['cases']} cases, {result['seconds']:.0f} CPU seconds: {wrong.get('text', wrong)}"[:200]
+
+
+def first_fault(copy: Path, arguments: str) -> str | None:
+    """The first wrong run of `tests.faults`; None if there is none."""
+    command = [sys.executable, "-m", "tests.faults", "--ranks", "3", "--jobs", "1", *arguments.split()]
+    lines = _run(copy, command, until="WRONG").stdout.splitlines()
+    return next((line[:200] for line in lines if line.startswith("WRONG")), None)
+
+
+def first_failure(copy: Path, file: str) -> str | None:
+    """The first failed test of a file, or that it does not end; None if all pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
+    try:
+        done = _run(copy, command, limit=60.0)
+    except subprocess.TimeoutExpired:
+        return f"{file} does not end"
+    return next((line[:200] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), None)
+
+
+def _run(copy: Path, command: list[str], *, until: str = "", limit: float | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command in the copy, to the end or to its first line that begins with `until`; at most `limit` seconds."""
+    environment = {**os.environ, "PYTHONPATH": f"{copy / 'src'}:{copy}", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    if not until:
+        return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=limit)
+    lines = []
+    with subprocess.Popen(command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith(until):
+                process.terminate()
+    return subprocess.CompletedProcess(command, process.returncode, "".join(lines), "")
 
 
 if __name__ == "__main__":
