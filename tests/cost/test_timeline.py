@@ -270,12 +270,20 @@ def test_a_demand_in_coarse_units_has_the_same_pairs() -> None:
     assert float(coarse.work.sum()) == pytest.approx(65536 * 65537 / 2, rel=0.01)
 
 
+def test_units_of_a_simulation_double_until_they_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longspan._cost.simulate.MAX_UNITS", 100)
+    for ranks, unit in ((2, 2048), (200, 256)):  # at most 100 units, or four per rank
+        assert demand_for(ls.causal(), 128 * 1000, ranks).unit == unit
+
+
 def test_thousands_of_devices_are_simulated_from_sampled_ranks() -> None:
     shape = Shape(heads=32, kv_heads=8)
     simulated = simulate(ls.causal(), 1 << 22, 4096, shape=shape, degrees=[8], cluster="b200")
     best = simulated[0]
     assert best.work.full.shape[0] <= 20 and best.gpus == 4096 and best.degree == 8
     assert best.imbalance < 1.05 and 0 < best.flops_per_device < 2e15
+    assert best.flops_per_device == pytest.approx(best.flops / 4096 / best.seconds) and best.seconds >= best.computing > 0
+    assert best.name == f"{best.strategy} 8 × 512, {best.layout}"
     late = Conditions(stragglers={77: 4.0})
     slow = simulate(ls.causal(), 1 << 22, 4096, shape=shape, degrees=[8], cluster="b200", conditions=late)
     assert next(s for s in slow if s.name == best.name).seconds > 2 * best.seconds

@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.integrations.tiny_models import VOCAB, decoding_model
 from transformers import DynamicCache
 
 import longspan.integrations.transformers as lst
+from longspan.integrations._paged_attention import absorbed
 from longspan.testing import virtual_world
 
 FEW = 12  # decoded tokens; NEW with --whole-grid
@@ -199,6 +201,17 @@ class TestFailedForwards:
         assert cache.columns == 0
         torch.testing.assert_close(model(ids.expand(2, -1), past_key_values=cache).logits[:1], model(ids, use_cache=False).logits)
 
+    def test_a_second_forward_that_fails_keeps_the_one_token_before(self) -> None:
+        model, ids = decoding_model("llama", "longspan"), one_prompt(5)
+        cache = lst.PagedCache(model)
+        model(ids[:, :1], past_key_values=cache)
+        hook = model.lm_head.register_forward_pre_hook(failing)
+        with pytest.raises(KeyError):
+            model(ids[:, 1:], past_key_values=cache)
+        hook.remove()
+        assert cache.columns == 1
+        torch.testing.assert_close(model(ids[:, 1:], past_key_values=cache).logits, model(ids, use_cache=False).logits[:, 1:])
+
     def test_a_cache_without_free_pages_stays_as_it_was(self) -> None:
         model, ids = decoding_model("llama", "longspan"), one_prompt()
         cache = lst.PagedCache(model, max_tokens=8, page_size=4)
@@ -294,6 +307,21 @@ class TestErrors:
             layer.self_attn.kv_b_proj = ScaledLinear(up.weight)
         with pytest.raises(ValueError, match=r"expected latent vectors .* got .* ScaledLinear of torch.float8_e4m3fn"), torch.no_grad():
             model(one_prompt(), past_key_values=lst.PagedCache(model))
+
+    @pytest.mark.parametrize("kind", ["subclass", "bias", "weight", "dtype", "rank"])
+    def test_other_projections_of_latent_vectors(self, kind: str) -> None:
+        class Special(torch.nn.Linear):
+            pass
+
+        up = (Special if kind == "subclass" else torch.nn.Linear)(6, 10, bias=kind == "bias")
+        if kind == "weight":
+            up.weight.__class__ = type("Sharded", (torch.nn.Parameter,), {})
+        if kind == "dtype":
+            up.weight = torch.nn.Parameter(up.weight.to(torch.float8_e4m3fn), requires_grad=False)
+        module = SimpleNamespace(kv_b_proj=up, qk_nope_head_dim=3, v_head_dim=2, kv_lora_rank=7 if kind == "rank" else 6)
+        update = SimpleNamespace(k=torch.ones(1, 1, 4, 6), v=torch.ones(1, 1, 4, 5))
+        with pytest.raises(ValueError, match="expected latent vectors"):
+            absorbed(module, torch.ones(1, 2, 4, 8), update)  # type: ignore[arg-type]
 
     def test_local_attention_layers(self) -> None:
         from transformers import GPTNeoConfig

@@ -146,3 +146,16 @@ def test_measurements_have_about_as_many_tokens_as_calls(tokens: int, sample: in
 @pytest.mark.parametrize(("tokens", "dim", "vocabulary", "chunk"), [(16384, 4096, 32000, 2048), (5, 4096, 32000, 1), (100, 64, 32, 100)])
 def test_the_chunk_of_liger_is_known(tokens: int, dim: int, vocabulary: int, chunk: int) -> None:
     assert _liger.liger_chunk(tokens, dim, vocabulary) == chunk
+
+
+def test_a_measurement_is_of_the_device_tokens_dims_and_dtype_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[Any] = []
+    monkeypatch.setattr(_liger, "_measured", lambda key, calls: keys.append(key) or True)
+    least = _liger.MIN_TOKENS
+    hidden, weight = torch.empty(least, 5, device="meta", dtype=torch.bfloat16), torch.empty(7, 5)
+    assert _liger.is_faster(None, None, hidden, weight)  # type: ignore[arg-type]
+    assert keys == [(torch.device("meta"), _liger.sample_tokens(least), 5, 7, torch.bfloat16)]
+    fewer = torch.empty(least - 1, 2 * least, device="meta")
+    assert not _liger.is_faster(None, None, fewer, weight) and len(keys) == 1  # type: ignore[arg-type]
+    assert [_liger.sample_tokens(n) for n in (1024, 1025, 2047, 2048)] == [1024, 1024, 1024, 2048]
+    assert _liger.sample_tokens(8 * _liger.LONGEST_SAMPLE) == _liger.LONGEST_SAMPLE

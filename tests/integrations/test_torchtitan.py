@@ -213,6 +213,9 @@ def test_models_and_batches_that_are_not_supported_raise(titan: Any) -> None:
         titan.SpanningAttention(None)(x, x, x)
     with pytest.raises(ValueError, match="got sinks"):
         titan.SpanningAttention(None)(x, x, x, attention_masks=ls.plan(ls.causal(), 24, ls.Mesh.abstract(1)), sinks=1)
+    plan, settings = ls.plan(ls.causal(), x.shape[1], ls.Mesh.abstract(1)), {"sinks": None, "enable_gqa": True}
+    out = titan.SpanningAttention(None)(x, x, x, attention_masks=plan, **settings)  # what is None is not given
+    assert out.shape == x.shape
 
 
 def test_without_torchtitan_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

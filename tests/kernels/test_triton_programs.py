@@ -71,6 +71,7 @@ OPERATIONS: dict[str, Mod] = {
     "nan_propagates": lambda s, b, h, q, kv: torch.where(torch.isnan(torch.maximum(torch.where(q > kv, torch.nan, s), s)), 1.0, s),
     "choices": lambda s, b, h, q, kv: torch.where((q > kv) ^ (q % 2 == 0), s, -torch.inf).masked_fill(~(kv < 50), 0.25),
     "logic": lambda s, b, h, q, kv: s + torch.logical_or(q > 5, torch.logical_not(kv > 9)).to(s.dtype) + (q & 6) + (q | kv) + (q ^ kv) + ~q,
+    "not_of_integers": lambda s, b, h, q, kv: s + torch.logical_not(q % 3) + torch.logical_not(q * 65536 * 65536) + ~(q == kv) + ~(kv % 2),
     "activations": lambda s, b, h, q, kv: torch.nn.functional.gelu(s) + torch.nn.functional.softplus(s) + torch.nn.functional.leaky_relu(s),
     "gelu_tanh": lambda s, b, h, q, kv: torch.nn.functional.gelu(s, approximate="tanh") + torch.nn.functional.hardtanh(s),
     "conversions": lambda s, b, h, q, kv: torch.round(s).to(torch.bfloat16).float() + s.int() + (q == kv).float() + torch.tensor(2.5),

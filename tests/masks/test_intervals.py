@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan._masks.interval_rules import EXACT, Interval, _magnitude, carrier
+from longspan._masks.interval_rules import EXACT, Interval, _magnitude, carrier, truth
 from longspan._masks.interval_steps import KV, Q
 from longspan._masks.intervals import Interpreter, bounds
 from longspan._masks.range_lookup import RangeTable
@@ -300,3 +300,14 @@ def test_magnitudes_are_those_of_the_farthest_ends():
     far_below, far_above = (Interval(torch.tensor(lo), torch.tensor(hi)) for lo, hi in (([-100, 5], [-50, 7]), ([-9, -2], [1, 40])))
     assert [_magnitude(x) for x in (far_below, far_above, -3, 2.5)] == [100, 40, 3, 3]
     assert _magnitude(Interval(torch.tensor([0.5]), torch.tensor([0.5]))) > EXACT and _magnitude(float("inf")) > EXACT
+
+
+def test_the_truth_of_integers_is_as_narrow_as_it_can_be():
+    for lo in range(-2, 3):
+        for hi in range(lo, 3):
+            got = truth(Interval(torch.tensor([lo]), torch.tensor([hi])))
+            values = [bool(value) for value in range(lo, hi + 1)]
+            assert (bool(got.lo), bool(got.hi)) == (all(values), any(values))
+    for value in (0, 3, True, 0.0):
+        got = truth(value)
+        assert bool(got.lo) == bool(got.hi) == bool(value)

@@ -214,3 +214,13 @@ def test_a_curve_in_text_shows_the_largest_and_the_smallest_value() -> None:
     assert curve([float("nan")], label="loss") == "loss: no finite value"
     assert "7" in curve([7.0, 7.0], label="loss")
     assert curve([2.0, 1.0], label="loss", first=5).endswith("loss, steps 5 to 6")
+
+
+def test_pictures_have_24_lines_of_64_or_32_lines_of_a_table_at_most() -> None:
+    plan = ls.plan(ls.full(), 128 * 100, ls.Mesh.abstract(2))
+    lines = picture(plan.data).splitlines()
+    assert len(lines) == 24 and {len(line) for line in lines} == {64}
+    table = ls.full().block_table(128 * 100, 128 * 200)
+    for shape, given in (((32, 64), {}), ((7, 9), {"height": 7, "width": 9}), ((100, 200), {"height": 500, "width": 500})):
+        lines = table.picture(**given).splitlines()
+        assert (len(lines), {len(line) for line in lines}) == (shape[0], {shape[1]})

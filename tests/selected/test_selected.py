@@ -194,3 +194,15 @@ def test_numbers_that_a_score_mod_captures_are_moved_to_the_device_of_the_querie
     call.forward(inputs)
     call.backward(BackwardTensors(inputs=inputs, out=q, lse=q, grad_out=q, grad_lse=None, needs=[False]))
     assert devices == ["meta", "meta"]
+
+
+def test_indices_of_compiled_calls_are_checked_as_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(least: int, largest: int) -> None:
+        ls.selected(torch.tensor([least, 2, largest], dtype=torch.int32).view(1, 1, 1, 3))._check_range(5)
+
+    for compiling, error in ((False, ValueError), (True, RuntimeError)):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda compiling=compiling: compiling)
+        check(-1, 4)
+        for wrong in ((-2, 4), (-1, 5)):
+            with pytest.raises(error, match=r"-1|−1"):
+                check(*wrong)

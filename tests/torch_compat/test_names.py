@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.tensor.experimental._context_parallel import _sharding_ru
 
 from longspan.testing import run_processes
 from longspan.torch_compat import _attention as ours
+from longspan.torch_compat import _cp_custom_ops
 from longspan.torch_compat import _sharding_rules as our_rules
 
 MODULES = ("_attention", "_cp_custom_ops", "_load_balancer", "_sharding_rules")
@@ -47,6 +49,28 @@ def test_every_name_of_torchs_module_exists(module: str) -> None:
     names = defined_names(Path(upstream.__file__).parent / f"{module}.py")
     own = importlib.import_module(f"longspan.torch_compat.{module}")
     assert names and not [name for name in names if not hasattr(own, name)]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_parameters_and_their_defaults_are_torchs(module: str) -> None:
+    names = defined_names(Path(upstream.__file__).parent / f"{module}.py")
+    libraries = [importlib.import_module(f"{package}.{module}") for package in (upstream.__name__, "longspan.torch_compat")]
+    for name in names:
+        functions = [getattr(library, name) for library in libraries]
+        if all(map(inspect.isfunction, functions)):
+            theirs, ours = ([(p.name, p.default) for p in inspect.signature(fn).parameters.values()] for fn in functions)
+            assert ours == theirs, name
+
+
+def test_a_group_that_does_not_exist_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    for group in (None, "a group"):
+        monkeypatch.setattr(_cp_custom_ops, "process_group_by_name", lambda name, group=group: group)
+        monkeypatch.setattr(_cp_custom_ops, "as_mesh", lambda group: [group])
+        if group is None:
+            with pytest.raises(RuntimeError, match="expected the name of a process group of this process, got 'cp'"):
+                _cp_custom_ops._mesh("cp")
+        else:
+            assert _cp_custom_ops._mesh("cp") == ["a group"]
 
 
 # ------------------------------------------------------------------------------------------------------------- over two processes
