@@ -67,6 +67,7 @@ def test_plan_predicts_serving_and_writes_the_page(capsys: Any, tmp_path: Path) 
         (["--serve", "--tokens", "1M"], "--tokens not supported with --serve"),
         (["--serve", "--tp", "3", "--gpus", "8"], "longspan plan: --tp: expected a divisor of 8 devices"),
         (["--context", "1M"], "expected --serve with them"),
+        (["--serve", "--gpus", "100k"], "--gpus: expected at most 512 devices that share a sequence, got 102400 devices, 8 of which"),
     ],
 )
 def test_wrong_options_of_serving_are_usage_errors(capsys: Any, arguments: list[str], message: str) -> None:
@@ -101,6 +102,9 @@ def test_generate_prints_text_whose_end_changes_as_more_tokens_are_decoded(capsy
     [
         (["generate", "--checkpoint", "."], "generate: --checkpoint: expected a folder with config.json"),
         (["generate", "--prompt", "a", "--context", "9"], "generate: --context: expected either --prompt or --context"),
+        (["generate", "--prompt", b"\xff".decode(errors="surrogateescape")], "generate: --prompt: expected UTF-8 text"),
+        (["generate", "--seed", str(2**63)], "generate: --seed: expected a whole number of 64 bits"),
+        (["generate", "--page-size", "1G"], "generate: --page-size: expected at most 65536 tokens, got 1G"),
         (["warm", "--kernel", "cpu"], "warm: --kernel: expected one of auto, hopper, triton, got 'cpu'"),
     ],
 )

@@ -12,6 +12,8 @@ import typer
 from longspan.cli import parse
 from longspan.cli.app import UsageError, describe
 
+MAX_PAGE = 1 << 16  # tokens; attention copies whole pages
+
 
 def generate(
     checkpoint: Annotated[Path | None, typer.Option(help="folder of a transformers checkpoint; default: a tiny random model")] = None,
@@ -33,12 +35,17 @@ def generate(
         raise UsageError(f"--temperature: expected 0, or a number from 0.01 to 1000, got {temperature}")
     if prompt is not None and not prompt:
         raise UsageError("--prompt: expected a text, got an empty one")
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt or ""):  # bytes of the command line that are not UTF-8
+        raise UsageError("--prompt: expected UTF-8 text")
     if prompt is not None and context is not None:
         raise UsageError("--context: expected either --prompt or --context, the number of random prompt tokens; got both")
     if checkpoint is not None and not (checkpoint / "config.json").is_file():
         raise UsageError(f"--checkpoint: expected a folder with config.json, got {checkpoint}")
     counts = {"new_tokens": parse.count(new, "--new"), "chunk": parse.count(chunk, "--chunk")}
     counts["page_size"] = parse.count(page_size, "--page-size")
+    if counts["page_size"] > MAX_PAGE:
+        raise UsageError(f"--page-size: expected at most {MAX_PAGE} tokens, got {page_size}")
+    parse.seed(seed)
     tokens, ranks = parse.count(context or "256", "--context"), parse.count(processes, "--processes")
 
     import torch

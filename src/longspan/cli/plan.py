@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from longspan._cost.rates import Cluster, Shape
     from longspan._cost.timeline import Conditions
 
-MAX_PLANNED = 512  # devices; larger clusters are simulated
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
@@ -138,7 +136,7 @@ def plan(
         degree=degree,
     )
     try:
-        if devices > MAX_PLANNED:
+        if devices > parse.MAX_PLANNED:
             options = {"--layout": layout != "auto", "--strategy": strategy != "auto", "--stages": stages is not None, "--explain": explain}
             options |= {"--overlap": overlap is True, "--no-overlap": overlap is False}
             options |= {"--html": html is not None, "--png": png is not None, "--trace": trace is not None}
@@ -217,7 +215,7 @@ def _simulate(request: Request, unsupported: list[str]) -> None:
 
     if unsupported:
         raise UsageError(
-            f"{', '.join(unsupported)}: plans and pages are made for up to {MAX_PLANNED} devices, got --gpus {request.gpus}; larger "
+            f"{', '.join(unsupported)}: plans and pages are made for up to {parse.MAX_PLANNED} devices, got --gpus {request.gpus}; larger "
             "clusters are simulated over all strategies. Leave out the option, or give fewer devices"
         )
     simulated = simulate(

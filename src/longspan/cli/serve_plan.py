@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from longspan.cli import files
+from longspan.cli import files, parse
 from longspan.cli.app import UsageError, describe, usage_errors
 
 
@@ -29,6 +29,11 @@ def predict(*, model: str, context: int, batch: int, gpus: int, cluster: str, tp
         made = plan_serving(MODELS[model], profile, gpus=gpus, context=context, batch=batch, tp=tp)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
+    if made.group.cp > parse.MAX_PLANNED:
+        raise UsageError(
+            f"--gpus: expected at most {parse.MAX_PLANNED} devices that share a sequence, got {gpus} devices, {made.group.tp} of which "
+            "share heads; give fewer devices: further ones serve other sequences"
+        )
     printing.text(str(made))
     if html is not None:
         report = made.attention.report(made.group.context_cluster)

@@ -72,8 +72,7 @@ def train(
         raise UsageError(f"--width: expected a multiple of twice the {q_heads} heads, got {wide}")
     if not 0 < rate < math.inf:
         raise UsageError(f"--rate: expected a number above 0 such as 3e-3, got {rate}")
-    if not -(2**63) <= seed < 2**63:
-        raise UsageError(f"--seed: expected a whole number of 64 bits, got {seed}")
+    parse.seed(seed)
     sizes = {"width": wide, "layers": parse.count(layers, "--layers"), "heads": q_heads, "kv_heads": kv_heads}
     counts = {"steps": parse.count(steps, "--steps"), "length": parse.count(tokens, "--tokens"), "batch": parse.count(batch, "--batch")}
     counts["save_every"] = parse.count(save_every, "--save-every")
