@@ -351,6 +351,7 @@ def test_a_step_of_samples_is_shown(capsys: Any, tmp_path: Path) -> None:
         (["--samples", "missing.txt", "--tokens-per-gpu", "1k"], "--samples: missing.txt"),
         (["--samples", "9", "--tokens-per-gpu", "1k", "--layout", "x"], "--layout: expected one of"),
         (["--samples", "5*9999999999999", "--tokens-per-gpu", "1k"], "--samples: expected at most 100000 samples"),
+        (["--samples", "9k", "--tokens-per-gpu", "1k", "--gpus", "100k"], "--gpus: expected at most 512 devices with --samples"),
         (["--samples", "5*", "--tokens-per-gpu", "1k"], "--samples: expected a number of 1 or more"),
     ],
 )

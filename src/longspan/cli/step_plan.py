@@ -32,6 +32,8 @@ def predict(
     for option, name, legal in (("--layout", layout, LAYOUT_NAMES), ("--strategy", strategy, STRATEGY_NAMES)):
         if name not in legal:
             raise UsageError(f"{option}: expected one of {', '.join(legal)}, got {name!r}")
+    if gpus > parse.MAX_PLANNED:
+        raise UsageError(f"--gpus: expected at most {parse.MAX_PLANNED} devices with --samples, got {gpus}")
     lengths, limit = parsed_lengths(samples), parse.count(tokens_per_gpu, "--tokens-per-gpu")
 
     import longspan as ls
