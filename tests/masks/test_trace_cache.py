@@ -385,6 +385,12 @@ UNCACHED: dict[str, tuple[Callable[[Any], Mod], Any, Any]] = {
     "f-string": (lambda v: lambda s, b, h, q, kv: s * len(f"{v}"), Settings(5), Settings(50)),
     "percent format": (lambda v: lambda s, b, h, q, kv: s * len("%s" % v), torch.tensor([1.0]), torch.tensor([1.5])),  # noqa: UP031
     "format method": (lambda v: lambda s, b, h, q, kv: s * len("{}".format(v)), torch.tensor([1.0]), torch.tensor([1.5])),  # noqa: UP032
+    "int() of a tensor": (lambda v: lambda s, b, h, q, kv: s * int(v), torch.tensor(2), torch.tensor(3)),
+    "float() of an element": (lambda v: lambda s, b, h, q, kv: s * float(v), torch.tensor([2.0]), torch.tensor([3.0])),
+    "branch on a tensor": (lambda v: lambda s, b, h, q, kv: s * 2 if v else s, torch.tensor(True), torch.tensor(False)),
+    "tensor as the index of a list": (lambda v: lambda s, b, h, q, kv: s * [2, 3, 4][v], torch.tensor(0), torch.tensor(2)),
+    "tensor as a range": (lambda v: lambda s, b, h, q, kv: s * sum(range(v)), torch.tensor(3), torch.tensor(5)),
+    "tensor as the end of a slice": (lambda v: lambda s, b, h, q, kv: s * len([2, 3, 4][:v]), torch.tensor(1), torch.tensor(2)),
     "values of a tensor": (lambda v: lambda s, b, h, q, kv: s * v.tolist()[0], torch.tensor([2.0]), torch.tensor([3.0])),
     "requires_grad": (lambda v: lambda s, b, h, q, kv: s * (1 + v.requires_grad), torch.zeros(2), torch.zeros(2, requires_grad=True)),
     "attribute of a tensor": (lambda v: lambda s, b, h, q, kv: s + v[h] * v.by, with_attribute(2.0), with_attribute(3.0)),

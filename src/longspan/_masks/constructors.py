@@ -138,8 +138,9 @@ def mask_mod(fn: Callable[..., Tensor] | BlockMask) -> Mask:
     Captured tensors are not copied: each attention call reads their current values. Tensors on a GPU must be written to in ways that
     increment `tensor._version`; writes through `.data` and in-place collectives do not, and go unnoticed.
 
-    A mask is immutable: numbers and other Python values that `fn` reads, and which tensors it captures, are fixed when the mask is first
-    used. After they change, make a new mask, or pass `fn` itself to `longspan.attention`, which notices changes.
+    A mask is immutable: numbers and other Python values that `fn` reads, also from a tensor by `int(tensor)`, and which tensors it
+    captures, are fixed when the mask is first used. After they change, make a new mask, or pass `fn` itself to `longspan.attention`,
+    which notices changes.
 
     Args:
         fn: A callable (b, h, q_idx, kv_idx) → 0-dim bool tensor over 0-dim int tensors, which may capture tensors; or a `BlockMask`,

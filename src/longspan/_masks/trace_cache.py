@@ -2,7 +2,7 @@
 
 A trace is reused only if nothing that the mod can read has changed (see `longspan._masks.trace_key`). Captured tensors enter the key by
 dtype, shape, strides and device alone. A cached program is bound to the tensors of the current call, so a closure that is recreated in
-every step hits the cache. A mod without a key is traced at every call.
+every step hits the cache. A mod without a key, and one that reads the value of a captured tensor in Python, is traced at every call.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class TraceCache:
         finally:
             hook.remove()
         position = {id(tensor): i for i, tensor in enumerate(lookup.tensors)}
-        if not called_modules and all(id(source) in position for source in traced.sources):
+        if not called_modules and not traced.has_read_values and all(id(source) in position for source in traced.sources):
             entry = _CachedTrace(replace(traced, sources=()), tuple(position[id(s)] for s in traced.sources), lookup.alive)
             with self._lock:
                 self._entries[lookup.key] = entry

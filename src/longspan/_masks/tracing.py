@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,14 @@ from longspan._masks.program import CapturedSpec, Kind, Program, call, op_name
 from longspan._masks.scalar_trace import scalar_trace
 from longspan._masks.trace_autograd import AutogradInMod, check_detach
 from longspan._torch_modes import without_user_defaults
-from longspan._torch_private import OpOverload, fake_trace, outside_of_modes, without_saved_tensor_hooks, without_source
+from longspan._torch_private import (
+    DispatchModeOutsideOfDynamo,
+    OpOverload,
+    fake_trace,
+    outside_of_modes,
+    without_saved_tensor_hooks,
+    without_source,
+)
 
 INPUTS: dict[Kind, tuple[str, ...]] = {"score": ("score", "b", "h", "q", "kv"), "mask": ("b", "h", "q", "kv")}
 
@@ -38,11 +45,13 @@ class Traced:
         program: The scalar program.
         sources: Tensors that the mod captured.
         preamble: Graph from the sources to the program's captured tensors; None if those are the sources themselves.
+        has_read_values: Whether the mod read the value of a captured tensor in Python (`int()`, `if`): the program holds it as a number.
     """
 
     program: Program
     sources: tuple[Tensor, ...]
     preamble: GraphModule | None
+    has_read_values: bool = False
 
     def captured(self) -> list[Tensor]:
         """Captured tensors of the program, computed from the current values of the sources, differentiably.
@@ -67,6 +76,27 @@ class _IndexAsGather(TorchFunctionMode):
                 indices = [i if isinstance(i, Tensor) else torch.full((), i, dtype=torch.int64) for i in index]
                 return torch.ops.aten.index.Tensor(table, indices)
         return func(*args, **(kwargs or {}))
+
+
+class _ValueReads(DispatchModeOutsideOfDynamo):
+    """Notes whether operations read the value of a tensor in Python. `make_fx` records no read of a captured tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_read = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.has_read |= func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+    def noting(self, fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`fn` in this mode: inside of the tracer's."""
+
+        def noted(*args: Tensor) -> Tensor:
+            with self:
+                return fn(*args)
+
+        return noted
 
 
 _WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -95,15 +125,15 @@ def trace(fn: Callable[..., Any], kind: Kind, *, score_dtype: torch.dtype = torc
     if not callable(fn):
         raise TypeError(f"{kind}_mod: expected a callable ({', '.join(INPUTS[kind])}) -> Tensor, got {type(fn).__name__}")
     differentiable = torch.is_grad_enabled()
-    checked = _checked(fn, kind, name, grad_mode=differentiable)
+    checked, reads = _checked(fn, kind, name, grad_mode=differentiable), _ValueReads()
     with outside_of_modes(), _errors_named(kind, name), _IndexAsGather(), _default_modes():
-        module = scalar_trace(checked, _inputs(kind, score_dtype)) or fake_trace(checked, *_inputs(kind, score_dtype))
+        module = scalar_trace(checked, _inputs(kind, score_dtype)) or fake_trace(reads.noting(checked), *_inputs(kind, score_dtype))
         _check_pure(module.graph, kind, name)
         if kind == "score" and differentiable:
             check_detach(module.graph)
         _join_chained_lookups(module.graph)
         module.graph.eliminate_dead_code()
-        return _split(module, kind, name, score_dtype)
+        return replace(_split(module, kind, name, score_dtype), has_read_values=reads.has_read)
 
 
 def takes_tensors(fn: Callable[..., Any], kind: Kind, more: Sequence[Tensor], *, score_dtype: torch.dtype = torch.float32) -> bool:
