@@ -390,6 +390,25 @@ def test_a_chunk_removes_the_reads_that_no_other_unit_of_its_owner_has(kind):
         assert removed == reads(mine[rank] - set(range(begin, end))) - reads(mine[rank])
 
 
+@pytest.mark.parametrize("kind", ["documents", "window"])
+def test_the_change_of_reads_by_a_swap_is_that_of_the_owners_after_it(kind):
+    demand = demand_of(MASKS[kind](1500, 5), 1500, 16)
+    structure = structure_of([demand])
+    owner = (torch.arange(structure.units) // 5) % 3
+    before = Swapper(structure, owner, 3, max_work=1e18)
+    chunks, reads = before.chunks, sum(map(before._reads, before.runs_of))
+    pairs = [
+        (x, y) for x in range(len(chunks.rank)) for y in range(x) if chunks.rank[x] != chunks.rank[y] and chunks.size[x] == chunks.size[y]
+    ]
+    assert len(pairs) > 50
+    for x, y in pairs[:: len(pairs) // 25]:
+        moved = owner.clone()
+        moved[int(chunks.begin[x]) : int(chunks.end[x])] = chunks.rank[y]
+        moved[int(chunks.begin[y]) : int(chunks.end[y])] = chunks.rank[x]
+        after = Swapper(structure, moved, 3, max_work=1e18)
+        assert before._reads_change(x, y) == sum(map(after._reads, after.runs_of)) - reads
+
+
 def test_partial_and_full_tiles_both_count_as_reads():
     kinds = torch.tensor([[PARTIAL, 0, 0], [FULL, PARTIAL, 0], [0, FULL, PARTIAL]])[None, None]
     got = evaluate(Demand.of(table_of(kinds, 12, 4)), torch.tensor([0, 1, 2]), 3)

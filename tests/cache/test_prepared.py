@@ -197,6 +197,22 @@ def test_another_call_than_the_last_one_is_not_taken_for_it(change: dict[str, An
     assert cached_prepared.attend_same(*half_tokens(), CachedCall(step=step, layer=2, mask=mask, kernel="triton")) is None
 
 
+@pytest.mark.parametrize("kind", ["half", "float32", "needs gradient", "score_mod", "sink", "mask_mod"])
+def test_only_a_call_that_a_comparison_can_tell_from_others_is_the_last_one(kind: str, launches: Launches) -> None:
+    dtype = torch.float32 if kind == "float32" else torch.float16
+    step = (cache := make_cache(pages=40, layers=5, dtype=dtype)).step(cache.allocate(2), 1)
+    q, k, v = (t.to(dtype) for t in tokens(2, 1))
+    options: dict[str, Any] = {
+        "score_mod": {"score_mod": lambda s, b, h, q, kv: s}, "sink": {"sink": torch.zeros(4)},
+        "mask_mod": {"mask": lambda b, h, q, kv: q >= kv},
+    }.get(kind, {})  # fmt: skip
+    for tensor in (q, k, v):
+        tensor.requires_grad_(kind == "needs gradient")
+        cached_prepared._remember(q, k, v, CachedCall(step=step, layer=0, kernel="triton", **options), "prepared")
+        assert (step.last_call is not None) == (kind == "half")
+        tensor.requires_grad_(False)
+
+
 class TestGraphSteps:
     def test_advance_writes_into_the_same_tensors(self) -> None:
         cache = make_cache(layers=1)

@@ -14,7 +14,7 @@ from longspan._cost.clusters import cluster
 from longspan._cost.estimate import OwnerEstimate
 from longspan._cost.plan_workload import of_plan
 from longspan._cost.predict import fastest, timeline
-from longspan._cost.rates import Link, Rates, Shape
+from longspan._cost.rates import KernelRates, Link, Rates, Shape
 from longspan._cost.report_data import report
 from longspan._cost.simulate import curve, demand_for, owner_of, simulate
 from longspan._cost.timeline import Conditions
@@ -268,6 +268,20 @@ def test_a_demand_in_coarse_units_has_the_same_pairs() -> None:
     table = ls.causal().block_table(65536, block=2048)
     coarse = Demand.of(table, pairs_per_row(table, ls.causal().traced.program))
     assert float(coarse.work.sum()) == pytest.approx(65536 * 65537 / 2, rel=0.01)
+
+
+def test_seconds_of_a_call_are_a_launch_and_its_rows_or_those_of_all_slots() -> None:
+    rates = Rates(keys=(128.0, 1024.0), full=(100.0, 100.0), causal=(50.0, 50.0))
+    kernel = KernelRates(name="k", source="", forward=rates, backward=rates, launch=1e-3, slots=10, dims={64: 0.5})
+    tiles = torch.tensor([[20.0, 0.0], [0.0, 20.0], [0.0, 0.0], [2.0, 0.0]], dtype=torch.float64)
+    rows = torch.tensor([20.0, 20.0, 0.0, 2.0], dtype=torch.float64)
+    for backward in (False, True):
+        for head_dim, factor in ((128, 1.0), (64, 1.0), (32, 0.5)):  # dim 64: half of the work at half of the rate
+            got = kernel.seconds(rows=rows, full=tiles[:, 0], partial=tiles[:, 1], head_dim=head_dim, backward=backward)
+            tile = 4.0 * 128 * 128 * 128 * 1e-12 * factor * (2.5 if backward else 1.0)
+            # A partial tile is half a tile, but takes 0.75 of a tile's time: short rows are slower.
+            want = [1e-3 + 20 * tile / 100, 1e-3 + 20 * 0.75 * tile / 50, 0.0, 1e-3 + 10 * tile / 100]
+            assert got.tolist() == pytest.approx(want, rel=1e-9), (backward, head_dim)
 
 
 def test_units_of_a_simulation_double_until_they_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
