@@ -290,6 +290,14 @@ def test_units_of_a_simulation_double_until_they_are_few(monkeypatch: pytest.Mon
         assert demand_for(ls.causal(), 128 * 1000, ranks).unit == unit
 
 
+def test_merged_steps_have_as_many_bytes_in_flight_as_single_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, by_steps = Shape(heads=8, kv_heads=8), []
+    for steps in (256, 2):
+        monkeypatch.setattr("longspan._cost.estimate.MAX_STEPS", steps)
+        by_steps.append({s.name: s.in_flight for s in simulate(ls.causal(), 1 << 16, 32, shape=shape, degrees=[1], cluster="h200")})
+    assert len(by_steps[0]) == 9 and by_steps[0] == pytest.approx(by_steps[1], rel=0.05)
+
+
 def test_thousands_of_devices_are_simulated_from_sampled_ranks() -> None:
     shape = Shape(heads=32, kv_heads=8)
     simulated = simulate(ls.causal(), 1 << 22, 4096, shape=shape, degrees=[8], cluster="b200")

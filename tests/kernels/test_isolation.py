@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import longspan as ls
+from longspan._kernels import nonfinite
 from longspan.testing import oracle, virtual_world
 
 LENGTH, DIM = 300, 8
@@ -145,3 +146,14 @@ def test_ranks_isolate_rows(strategy: str) -> None:
         return world.run(rank)[0]
 
     check(compute, mask, tensors())
+
+
+def test_vectors_of_the_largest_norm_are_within_it() -> None:
+    x = torch.tensor([[3.0, 4.0], [0.0, 5.5], [torch.nan, 0.0], [torch.inf, 0.0]])
+    assert [nonfinite.within(5.0, row) for row in x] == [True, False, False, False]
+    assert nonfinite.beyond(5.0, x).tolist() == [False, True, True, True]
+    assert nonfinite.within(5.0) and not nonfinite.within(5.0, x[0], x[1]) and nonfinite.within(5.0, x[0], x[0])
+    assert nonfinite.beyond(5.0, x[:2], x[1:3]).tolist() == [True, True]
+    largest = nonfinite.largest_norm(torch.float32, 4.0)
+    assert (2 * largest) ** 2 * 4.0 == pytest.approx(torch.finfo(torch.float32).max)
+    assert nonfinite.largest_norm(torch.float32, -0.25) == nonfinite.largest_norm(torch.float32)
