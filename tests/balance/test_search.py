@@ -1,6 +1,7 @@
 """Demands, evaluations and the layout search: against brute force, and never worse than a named layout."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -407,6 +408,25 @@ def test_the_change_of_reads_by_a_swap_is_that_of_the_owners_after_it(kind):
         moved[int(chunks.begin[y]) : int(chunks.end[y])] = chunks.rank[x]
         after = Swapper(structure, moved, 3, max_work=1e18)
         assert before._reads_change(x, y) == sum(map(after._reads, after.runs_of)) - reads
+
+
+@pytest.mark.parametrize(("options", "chosen"), [
+    # (imbalance, mean traffic, most traffic) of each candidate
+    ([(1.03, 100, 9), (1.0, 106, 9)], 0),  # at the limit counts as balanced, and 106 is not within 5 %
+    ([(1.03, 100, 9), (1.0, 105, 9)], 1),  # 105 is
+    ([(1.04, 10, 9), (1.0, 200, 9)], 1),  # beyond the limit
+    ([(1.02, 100, 9), (1.02, 100, 8)], 1),
+    ([(1.02, 100, 9), (1.02, 100, 9)], 0),
+    ([(1.05, 100, 9), (1.06, 50, 9)], 0),  # at most 1.05 if the least is
+    ([(1.06, 100, 9), (1.06 * 1.03, 50, 9)], 1),  # else within the limit times the least
+    ([(1.06, 100, 9), (1.06 * 1.03 + 0.01, 50, 9)], 0),
+])  # fmt: skip
+def test_of_balanced_candidates_the_least_traffic_is_preferred(options, chosen):
+    made = [
+        SimpleNamespace(evaluation=SimpleNamespace(imbalance=imbalance, traffic=float(mean), received=torch.tensor([0, most])))
+        for imbalance, mean, most in options
+    ]
+    assert preferred(made) is made[chosen]
 
 
 def test_partial_and_full_tiles_both_count_as_reads():

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+import longspan as ls
 from longspan.cli import printing
 
 
@@ -31,3 +32,13 @@ def test_ranks_have_visible_colours_of_the_cube_and_neighbours_distant_ones() ->
     assert all(17 <= n < 231 and sum(level) >= 5 for n, level in zip(numbers, levels))
     assert len(set(numbers)) == len({(r, g, b) for r in range(6) for g in range(6) for b in range(6) if r + g + b >= 5}) - 1
     assert all(abs(a - b) > 6 for a, b in pairwise(numbers))
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 1), (16, 16), (17, 10), (60, 13)])
+def test_a_table_has_every_rank_of_16_or_a_sample_with_the_busiest_and_the_last(ranks: int, rows: int) -> None:
+    report = ls.plan(ls.causal(), 128 * ranks, ls.Mesh.abstract(ranks), layout="contiguous", strategy="ring").report()
+    report.tiles[ranks // 3] = 10 * int(report.tiles.max())
+    table = printing._rank_table(report)
+    shown = [int(cell) for cell in table.columns[0].cells]
+    assert len(shown) == rows == table.row_count and shown == sorted(set(shown))
+    assert {0, ranks // 3, ranks - 1} <= set(shown)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from longspan._comm import watchdog
 from longspan._comm.watchdog import Answers, StartedExchange, Watchdog, configured_timeout, describe
 
 EXCHANGE = StartedExchange(group="cp", number=7, what="stage 2 of 3 (ring), forward", call="attention, forward pass")
@@ -78,6 +79,22 @@ def test_stop_ends_a_question_that_nobody_answers() -> None:
         assert not any(thread.is_alive() for thread in answers._threads)
         assert time.monotonic() - started < answers._patience / 2
         assert asked.result() is None
+
+
+def test_stop_waits_for_all_threads_together_as_long_as_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waited = [100.0], []
+
+    class Stuck:
+        def join(self, timeout: float) -> None:
+            waited.append(timeout)
+            now[0] += 0.75 * watchdog._STOP_SECONDS
+
+    answers = Answers(Watchdog(), HashStore(), 0, 0.3)
+    answers.stop()
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    answers._threads = [Stuck() for _ in range(3)]  # type: ignore[misc]
+    answers.stop()
+    assert waited == pytest.approx([watchdog._STOP_SECONDS, 0.25 * watchdog._STOP_SECONDS, 0.0])
 
 
 def test_the_timeout_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import longspan as ls
 import longspan.integrations.transformers as lst
 from longspan.integrations import memory
 from longspan.integrations._cross_plans import CrossPlans
+from longspan.integrations._relative_bias import RelativeBias, _farthest
 from longspan.testing import virtual_world
 
 ROWS, ENCODED, DECODED, VOCAB = 2, 23, 17, 61
@@ -243,3 +245,32 @@ def test_the_loss_without_logits_raises() -> None:
 def test_raises(run: Any, message: str) -> None:
     with pytest.raises(Exception, match=message):
         virtual_world(1).run(run)
+
+
+@pytest.mark.parametrize("past", [0, 3, 20])
+def test_a_relative_bias_is_that_of_positions_behind_cached_tokens(past: int) -> None:
+    """A table of every distance up to 8; queries stand behind the cached tokens, keys from 0 on."""
+    layer = SimpleNamespace(
+        has_relative_attention_bias=True, relative_attention_max_distance=8, relative_attention_num_buckets=8, is_decoder=True,
+        relative_attention_bias=torch.nn.Embedding(17, 3), _relative_position_bucket=lambda distances, **_: distances + 8,
+    )  # fmt: skip
+    mod = RelativeBias(layer).score_mod(past)
+    assert mod is not None
+    q, kv = torch.arange(5)[:, None], torch.arange(past + 5)
+    for h in range(3):
+        got = mod(torch.ones(5, past + 5), torch.tensor(0), torch.tensor(h), q, kv)
+        want = 1 + layer.relative_attention_bias.weight[(kv - (q + past)).clamp(-8, 8) + 8, h]
+        assert torch.equal(got, want)
+    layer.has_relative_attention_bias = False
+    assert RelativeBias(layer).score_mod(past) is None
+
+
+def test_a_relative_bias_needs_distances_beyond_its_exact_buckets() -> None:
+    for is_decoder, exact in ((True, 16), (False, 8)):
+        for farthest in (exact, exact + 1):
+            layer = SimpleNamespace(relative_attention_max_distance=farthest, relative_attention_num_buckets=32, is_decoder=is_decoder)
+            if farthest > exact:
+                assert _farthest(layer) == farthest
+            else:
+                with pytest.raises(ValueError, match=f"expected relative_attention_max_distance above {exact}"):
+                    _farthest(layer)

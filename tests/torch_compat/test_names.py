@@ -21,7 +21,7 @@ from torch.distributed.tensor.experimental._context_parallel import _sharding_ru
 
 from longspan.testing import run_processes
 from longspan.torch_compat import _attention as ours
-from longspan.torch_compat import _cp_custom_ops
+from longspan.torch_compat import _cp_custom_ops, _handlers
 from longspan.torch_compat import _sharding_rules as our_rules
 
 MODULES = ("_attention", "_cp_custom_ops", "_load_balancer", "_sharding_rules")
@@ -60,6 +60,13 @@ def test_parameters_and_their_defaults_are_torchs(module: str) -> None:
         if all(map(inspect.isfunction, functions)):
             theirs, ours = ([(p.name, p.default) for p in inspect.signature(fn).parameters.values()] for fn in functions)
             assert ours == theirs, name
+
+
+def test_out_and_lse_are_sharded_and_three_gradients() -> None:
+    assert len(_handlers._RING_FORMS) == 6
+    for op, (form, sharded) in _handlers._RING_FORMS.items():
+        assert sharded == (3 if "backward" in str(op) else 2), op
+        assert form.__name__ == f"_{op.__name__.removesuffix('.default').strip('_').replace('product', 'product_ring', 1)}", op
 
 
 def test_a_group_that_does_not_exist_raises(monkeypatch: pytest.MonkeyPatch) -> None:
