@@ -96,6 +96,31 @@ def test_rows_without_repeats_keep_their_order(row: list[int], expected: list[in
     assert [lists.keys[0, 0, q, : int(lists.counts[0, 0, q])].tolist() for q in range(rows)] == [expected] * rows
 
 
+@pytest.mark.parametrize("falls_at", [1, 31, 32, 33, 40, 69])
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_row_that_falls_once_keeps_all_of_its_keys(falls_at: int, repeats: bool) -> None:
+    """Whether the fall is among the entries that are compared first, at their end, or in a later chunk."""
+    row = torch.arange(3, 73)
+    row[falls_at] = row[falls_at - 1] if repeats else 1
+    indices = row.to(torch.int32).to(DEVICE)[None, None, None]
+    selection = Selection(indices=indices, granularity=1, q_granularity=1, heads_per_choice=1)
+    with patch.object(chosen_keys, "_CHUNK", 16):
+        lists = ChosenKeysCall(inputs_of(1, 1, 1, 1, 75), work_of(1, 75, None), selection).lists()
+    got = lists.keys[0, 0, 0, : int(lists.counts)].tolist()
+    assert got == (row.unique() if repeats else row).tolist()
+
+
+def test_bits_of_many_keys_and_few_entries_are_cleared() -> None:
+    """A bit per key takes more stores than the entries: words of the entries alone are cleared."""
+    rows, kv_len = 5, 3001
+    indices = torch.tensor([[2900, 31], [31, 30], [2900, 2900], [3000, 0], [31, 30]], dtype=torch.int32, device=DEVICE)[None, None]
+    selection = Selection(indices=indices, granularity=1, q_granularity=1, heads_per_choice=1)
+    with patch.object(chosen_keys, "_CTAS", 1):
+        lists = ChosenKeysCall(inputs_of(1, 1, 1, rows, kv_len), work_of(rows, kv_len, None), selection).lists()
+    got = [lists.keys[0, 0, q, : int(lists.counts[0, 0, q])].tolist() for q in range(rows)]
+    assert got == [[2900, 31], [31, 30], [2900], [3000, 0], [31, 30]]
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "choices", "dims", "granularity", "gathers"),
     [

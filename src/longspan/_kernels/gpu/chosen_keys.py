@@ -29,6 +29,7 @@ from longspan._kernels.protocol import AttentionInputs, Selection, Work
 _CTAS = 2112  # of four warps, 16 per SM of an H200; each has a bit per key
 _ASCENDING_CTAS = 4224  # of one warp
 _CHUNK = 512  # entries that a warp of `ascending_keys_kernel` reads at a time: with all 2,048, few warps fit on an SM
+_PEEK = 32  # entries that it compares before it lists any: rows in no order cost one small load
 _DYNAMIC = ["rows", "words", "ctas", "kv_len", "first_b"]
 
 
@@ -65,14 +66,21 @@ def _seen(entry, chosen, b, q, mask_captured, mask_sizes, MASK: tl.constexpr, KP
 @triton.jit(do_not_specialize=_DYNAMIC)
 def ascending_keys_kernel(
     indices_ptr, keys_ptr, counts_ptr, mask_captured, mask_sizes, selection, rows, ctas, kv_len, first_b,
-    MASK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    MASK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, PEEK: tl.constexpr,
 ):  # fmt: skip
-    """The lists of rows pid, pid + ctas, … whose keys ascend: they do not repeat. The other rows get the count −1."""
+    """The lists of rows pid, pid + ctas, … whose keys ascend: they do not repeat. The other rows get the count −1.
+
+    Two neighbours of the first PEEK entries that fall end the search, also where the mask hides them.
+    """
     j = tl.arange(0, KP)
+    near = tl.arange(0, PEEK)
     for row in tl.range(tl.program_id(0), rows, ctas, num_stages=1):
         b, q, source = _source_of(row, indices_ptr, selection, K)
         result = keys_ptr + wide(row) * K
-        count, highest, falls = 0, 0, 0
+        count, highest = 0, 0
+        start = tl.load(source + near, mask=near < K, other=-1)
+        following = tl.load(source + near + 1, mask=near + 1 < K, other=-1)
+        falls = tl.max(((following >= 0) & (following <= start)).to(tl.int32), 0)
         for first in tl.range(0, K, KP, num_stages=1):
             if falls == 0:
                 entry = tl.load(source + first + j, mask=first + j < K, other=-1)
@@ -111,7 +119,11 @@ def chosen_keys_kernel(
             old = tl.atomic_or(bits + entry // 32, bit, mask=chosen, sem="relaxed")
             repeats = tl.max((chosen & ((old & bit) != 0)).to(tl.int32), 0) > 0
             tl.debug_barrier()
-            tl.store(bits + entry // 32, 0, mask=chosen)
+            if words <= 8 * K:  # neighbouring words share sectors of L2: fewer stores than one per entry
+                for first in tl.range(0, words, KP, num_stages=1):
+                    tl.store(bits + first + j, 0, mask=first + j < words)
+            else:
+                tl.store(bits + entry // 32, 0, mask=chosen)
             if repeats:
                 ordered = tl.sort(entry)
                 tl.store(result + j - (KP - K), ordered, mask=j >= KP - K)
@@ -160,11 +172,12 @@ class ChosenKeysCall(LaunchCall):
         k, rows, words = indices.shape[3], counts.numel(), -(-self.kv_len // 32)
         ascending = one.kernel is ascending_keys_kernel
         ctas = min(rows, _ASCENDING_CTAS if ascending else _CTAS)
+        own: dict[str, Any] = {"PEEK": _PEEK} if ascending else {"words": words}
         constants: dict[str, Any] = {
             "mask_sizes": launch.pack_sizes(self.work.mask_captured),
             "selection": tuple(indices.shape[:3]), "rows": rows, "ctas": ctas, "kv_len": self.kv_len,
             "MASK": launch.function(self.work.mask if self._masked else None, self.program_options),
-            "K": k, "KP": triton.next_power_of_2(min(k, _CHUNK) if ascending else k), **({} if ascending else {"words": words}),
+            "K": k, "KP": triton.next_power_of_2(min(k, _CHUNK) if ascending else k), **own,
         }  # fmt: skip
         return PreparedLaunch(
             kernel=one.kernel, options={"num_warps": 1 if ascending else 4}, ctas=ctas, device=indices.device, descriptors={},
