@@ -252,7 +252,7 @@ def gathered_backward_kernel(
             (differentiate, (
                 tensors, lists, everything, scale, first_b, first_h, captured, k_s, v_s, tiles, bars, MASK, H, QUERIES, N, STAGES, D, E,
             )),
-            (gather, (k_ptr, v_ptr, k_stride, v_stride, lists, everything, k_s, v_s, bars, H, QUERIES, N, D, E, 0)),
+            (gather, (k_ptr, v_ptr, k_stride, v_stride, lists, everything, k_s, v_s, bars, H, QUERIES, N, D, E, 0, False)),
         ],
         [LOAD_WARPS],
         [LOAD_REGISTERS],

@@ -167,7 +167,7 @@ def gathered_backward_pair_kernel(
                 tensors, lists, everything, scale, first_b, first_h, captured, k_s, v_s, tiles, bars, both, 1, MASK, H, QUERIES, N, STAGES,
                 D, E,
             )),
-            (gather, (k_ptr, v_ptr, k_stride, v_stride, lists, everything, k_s, v_s, bars, H, QUERIES, N, D, E, 0)),
+            (gather, (k_ptr, v_ptr, k_stride, v_stride, lists, everything, k_s, v_s, bars, H, QUERIES, N, D, E, 0, False)),
         ],
         [4, LOAD_WARPS],
         [REGISTERS, LOAD_REGISTERS],

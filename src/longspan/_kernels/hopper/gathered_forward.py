@@ -7,21 +7,23 @@ ring of stages continues from one item to the next, so that gathers do not wait 
   load warp group          warp group of 64 rows
   ───────────────          ─────────────────────
   K 0 ────k_full────►      S₀ = Q K₀ᵀ                                 ──k_empty──►
-                           P₀ = exp2(S₀ − m)
-  K 1 ────k_full────►
-  V 0 ────v_full────►      S₁ = Q K₁ᵀ and acc += P₀ V₀  started
-                           wait for S₁                                ──k_empty──►
-                           P₁ = exp2(S₁ − m), while P₀ V₀ runs        ──v_empty──►
-  K 2 ────k_full────►
-  V 1 ────v_full────►      S₂ = Q K₂ᵀ and acc += P₁ V₁  started
+  K 1 ────k_full────►      P₀ = exp2(S₀ − m), while S₁ = Q K₁ᵀ runs   ──k_empty──►
+  V 0 ────v_full────►
+  K 2 ────k_full────►      acc += P₀ V₀  started
+                           P₁ = exp2(S₁ − m), while P₀ V₀ runs
+                           S₂ = Q K₂ᵀ    started
+                           wait for P₀ V₀, rescale acc                ──v_empty──►
+                           wait for S₂                                ──k_empty──►
+  V 1 ────v_full────►
+  K 3 ────k_full────►      acc += P₁ V₁  started
                            …
 
 The running max m follows the scores only if they grow by much (`hopper.running_max`): most blocks need no max and no rescaling of acc. Its
 check ends a basic block of the assembler, which would wait for P V before the exponentials otherwise.
 
 A thread's copies arrive at `full` on their own (128 arrivals). cp.async writes through the generic proxy and wgmma reads through the async
-proxy: readers fence after `full`, once for K and V, since a fence waits for all memory accesses of its thread. Rows past the end of a list
-are filled with zeros, and their scores are −inf.
+proxy: readers fence after `full`, once for V and the next K, since a fence waits for all memory accesses of its thread. Rows past the end
+of a list are filled with zeros, and their scores are −inf.
 
 Keys are read once per item: ROWS · 4 D FLOP for 4 D bytes. Where ROWS is 64, the bandwidth of L2 bounds the speed.
 """
@@ -111,13 +113,21 @@ def place_rows(first, first_head, first_q, items, H: gl.constexpr, QUERIES: gl.c
 
 
 @gluon.jit
-def copy_rows(head, stride, kv, to, DIM: gl.constexpr, layout: gl.constexpr):
-    """Start copies of the rows kv of a head to shared memory: zeros where kv is −1."""
+def copy_rows(head, stride, kv, to, DIM: gl.constexpr, BYTES: gl.constexpr, layout: gl.constexpr):
+    """Start copies of the rows kv of a head to shared memory: zeros where kv is −1.
+
+    BYTES: compute addresses in bytes, by one instruction each instead of four. They take registers, which backward kernels lack.
+    """
     d = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     kv = gl.convert_layout(kv, gl.SliceLayout(1, layout))
     # Unsigned: one multiplication instead of three. Rows at −1 are not read.
-    rows = head + wide_unsigned(kv) * wide_unsigned(stride)
-    copy_async(to, gl.expand_dims(rows, 1) + gl.expand_dims(d, 0), mask=gl.expand_dims(kv >= 0, 1))
+    if BYTES:
+        offsets = wide_unsigned(kv) * wide_unsigned(stride * (head.dtype.element_ty.primitive_bitwidth // 8))
+        columns = (head + d).to(gl.pointer_type(gl.int8), bitcast=True)
+        cells = (gl.expand_dims(columns, 0) + gl.expand_dims(offsets, 1)).to(head.dtype, bitcast=True)
+    else:
+        cells = gl.expand_dims(head + wide_unsigned(kv) * wide_unsigned(stride), 1) + gl.expand_dims(d, 0)
+    copy_async(to, cells, mask=gl.expand_dims(kv >= 0, 1))
 
 
 @gluon.jit
@@ -131,8 +141,9 @@ def _advance(slot, phase, STAGES: gl.constexpr):
 def gather(
     k_ptr, v_ptr, k_stride, v_stride, lists, items, k_s, v_s, bars,
     H: gl.constexpr, QUERIES: gl.constexpr, N: gl.constexpr, D: gl.constexpr, E: gl.constexpr, LAG: gl.constexpr,
+    BYTES: gl.constexpr,
 ):  # fmt: skip
-    """The load warp group. LAG: blocks of K that are loaded before V of the first block, 0 or 1."""
+    """The load warp group. LAG: blocks of K that are loaded before V of the first block, 0 or 1. BYTES: as in `copy_rows`."""
     k_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [LOAD_WARPS, 1], [1, 0])
     v_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // E, E // 8], [LOAD_WARPS, 1], [1, 0])
     j = gl.arange(0, N, layout=gl.SliceLayout(1, k_layout))
@@ -149,12 +160,12 @@ def gather(
             later = gl.load(keys + n + N + j, mask=n + N + j < count, other=-1)
             if n < count:
                 mbarrier.wait(bars.k_empty.index(k_slot), k_phase ^ 1)
-                copy_rows(k_head, k_stride[2], kv, k_s.index(k_slot), D, k_layout)
+                copy_rows(k_head, k_stride[2], kv, k_s.index(k_slot), D, BYTES, k_layout)
                 async_copy.mbarrier_arrive(bars.k_full.index(k_slot), increment_count=False)
                 k_slot, k_phase = _advance(k_slot, k_phase, k_s.shape[0])
             if n >= LAG * N:
                 mbarrier.wait(bars.v_empty.index(v_slot), v_phase ^ 1)
-                copy_rows(v_head, v_stride[2], last if LAG else kv, v_s.index(v_slot), E, v_layout)
+                copy_rows(v_head, v_stride[2], last if LAG else kv, v_s.index(v_slot), E, BYTES, v_layout)
                 async_copy.mbarrier_arrive(bars.v_full.index(v_slot), increment_count=False)
                 v_slot, v_phase = _advance(v_slot, v_phase, v_s.shape[0])
             last = kv
@@ -260,28 +271,26 @@ def attend(
             left = count - (count - 1) // N * N  # keys of the last block
             visible = _visible(keys, 0, count, b, head, q_idx, first_b, first_h, captured, MASK, N, layout)
             if count > N:
+                s_next = _scores(q, k_s, bars, k_slot, k_phase, zero)
                 p, m, total, rescale = _softmax(s, m, total, visible, N, scale, True, MASKED, False, SCALE_IN_EXP, N, dtype, layout)
                 weights = gl.convert_layout(p, p_layout)
-                for n in range(N, count - N, N):
+                s, weights = warpgroup_mma_wait(0, deps=[s_next, weights])
+                mbarrier.arrive(bars.k_empty.index(k_slot), count=1)
+                k_slot, k_phase = _advance(k_slot, k_phase, k_s.shape[0])
+                for n in range(2 * N, count, N):  # P of the block at n − 2 N and the scores of the block at n − N are known
                     mbarrier.wait(bars.k_full.index(k_slot), k_phase)
-                    mbarrier.wait(bars.v_full.index(v_slot), v_phase)
-                    fence_async_shared()
-                    s_next = warpgroup_mma(q, k_s.index(k_slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-                    acc_next = warpgroup_mma(weights, v_s.index(v_slot), acc, is_async=True)
-                    s = warpgroup_mma_wait(1, deps=[s_next])
-                    mbarrier.arrive(bars.k_empty.index(k_slot), count=1)
-                    k_slot, k_phase = _advance(k_slot, k_phase, k_s.shape[0])
-                    visible = _visible(keys, n, count, b, head, q_idx, first_b, first_h, captured, MASK, N, layout)
+                    acc_next = _values(weights, v_s, bars, v_slot, v_phase, acc)
+                    visible = _visible(keys, n - N, count, b, head, q_idx, first_b, first_h, captured, MASK, N, layout)
                     p, m, total, rescale = _softmax(s, m, total, visible, N, scale, False, MASKED, False, SCALE_IN_EXP, N, dtype, layout)
                     weights = gl.convert_layout(p, p_layout)
-                    acc, weights = warpgroup_mma_wait(0, deps=[acc_next, weights])
+                    s_next = warpgroup_mma(q, k_s.index(k_slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+                    acc, weights = warpgroup_mma_wait(1, deps=[acc_next, weights])
                     mbarrier.arrive(bars.v_empty.index(v_slot), count=1)
                     v_slot, v_phase = _advance(v_slot, v_phase, v_s.shape[0])
                     acc = rescaled(acc, rescale, out_layout)
-                s_next = _scores(q, k_s, bars, k_slot, k_phase, zero)
-                s = warpgroup_mma_wait(0, deps=[s_next])
-                mbarrier.arrive(bars.k_empty.index(k_slot), count=1)
-                k_slot, k_phase = _advance(k_slot, k_phase, k_s.shape[0])
+                    s = warpgroup_mma_wait(0, deps=[s_next])
+                    mbarrier.arrive(bars.k_empty.index(k_slot), count=1)
+                    k_slot, k_phase = _advance(k_slot, k_phase, k_s.shape[0])
                 acc_next = _values(weights, v_s, bars, v_slot, v_phase, acc)
                 visible = _visible(keys, count - left, count, b, head, q_idx, first_b, first_h, captured, MASK, N, layout)
                 p, m, total, rescale = _softmax(s, m, total, visible, left, scale, False, MASKED, True, SCALE_IN_EXP, N, dtype, layout)
@@ -349,7 +358,7 @@ def gathered_forward_kernel(
                     tensors, lists, everything, scale, first_b, first_h, captured, k_s, v_s, bars, 0, MASK, SCALE_IN_EXP, H, QUERIES, N,
                     D, E,
                 )),
-                (gather, (k_ptr, v_ptr, k_stride, v_stride, lists, everything, k_s, v_s, bars, H, QUERIES, N, D, E, 1)),
+                (gather, (k_ptr, v_ptr, k_stride, v_stride, lists, everything, k_s, v_s, bars, H, QUERIES, N, D, E, 1, True)),
             ],
             [LOAD_WARPS],
             [LOAD_REGISTERS],
@@ -365,7 +374,7 @@ def gathered_forward_kernel(
                     tensors, lists, everything, scale, first_b, first_h, captured, k_s, v_s, bars, 1, MASK, SCALE_IN_EXP, H, QUERIES, N,
                     D, E,
                 )),
-                (gather, (k_ptr, v_ptr, k_stride, v_stride, lists, everything, k_s, v_s, bars, H, QUERIES, N, D, E, 1)),
+                (gather, (k_ptr, v_ptr, k_stride, v_stride, lists, everything, k_s, v_s, bars, H, QUERIES, N, D, E, 1, True)),
             ],
             [4, LOAD_WARPS],
             [REGISTERS, LOAD_REGISTERS],
