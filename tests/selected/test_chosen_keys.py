@@ -13,7 +13,7 @@ import longspan as ls
 from longspan._kernels.gpu import chosen_keys
 from longspan._kernels.gpu.chosen_keys import ChosenKeysCall
 from longspan._kernels.hopper import HopperKernel
-from longspan._kernels.hopper.gathered_call import GatheredKeys
+from longspan._kernels.hopper.gathered_call import GatheredKeys, gatherable
 from longspan._kernels.protocol import AttentionInputs, Selection, Work
 from longspan._kernels.tiling import Tiling
 from longspan._kernels.triton import TritonKernel
@@ -147,3 +147,22 @@ def test_hopper_gathers_keys_for_groups_of_many_heads(
         assert (block is not None) == (gathers and not by_head and not captured_grads)
     if gathers:
         assert isinstance(kernel.select(inputs, work_of(32, 32, None), selection).device_tables, GatheredKeys)
+
+
+@pytest.mark.parametrize(
+    ("strides", "copied"),
+    [
+        ((0, 640, 128, 1), False),
+        ((640, 128, 128, 1), False),
+        ((680, 680, 136, 1), True),  # rows of 128 of 136 elements
+        ((1, 1, 128, 1), True),  # dims of size 1
+        ((2**33, 2**33, 2**31 - 16, 1), False),
+        ((2**34, 2**34, 2**31, 1), True),  # rows of 2³² bytes
+        ((640, 640, 1, 5), True),
+    ],
+)
+def test_keys_that_hopper_cannot_address_are_copied(strides: tuple[int, ...], copied: bool) -> None:
+    keys = torch.empty_strided((1, 1, 5, 128), strides, dtype=torch.bfloat16, device="meta")
+    result = gatherable(keys)
+    assert (result is not keys) == copied
+    assert result.stride() == ((640, 640, 128, 1) if copied else strides)

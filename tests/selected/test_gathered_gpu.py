@@ -100,6 +100,17 @@ def test_8_heads_and_a_negative_scale(queries: int) -> None:
     torch.testing.assert_close(opposite, ls.attention(q, k, v, mask=mask, kernel="hopper"), rtol=0, atol=0.02)
 
 
+def test_keys_and_values_of_rows_with_gaps() -> None:
+    """Their strides are multiples of 16 bytes, but not of 16 elements."""
+    mask = ls.selected(choose((1, 1, 111, 67), 111, 0), 1) & ls.causal()
+    case = case_of((64, 1), (111, 111), (128, 128), mask)
+    for name in "kv":
+        wide = torch.zeros(1, 1, 111, 136, device="cuda", dtype=torch.bfloat16)
+        wide[..., :128] = case.tensors[name].detach()
+        case.tensors[name] = wide[..., :128].requires_grad_()
+    check(case, kernel="hopper")
+
+
 def test_192_heads_of_three_kv_heads_of_64_dims() -> None:
     mask = ls.selected(choose((1, 1, 77, 65), 77, 0), 1) & ls.causal()
     check(case_of((192, 3), (77, 77), (64, 64), mask), kernel="hopper")

@@ -48,6 +48,17 @@ def _rows(inputs: AttentionInputs, selection: Selection) -> tuple[int, int]:
     return min(inputs.q.shape[1] // inputs.k.shape[1], selection.heads_per_choice), selection.q_granularity
 
 
+def gatherable(tensor: Tensor) -> Tensor:
+    """Keys or values whose rows the kernels can copy: the tensor, or a contiguous copy.
+
+    Triton knows that a row is aligned, as cp.async needs it, only if all strides are multiples of 16 elements, also those of dims of size
+    1. The kernels multiply by the bytes of a row in 32 bits, unsigned.
+    """
+    aligned = all(stride % 16 == 0 for stride in tensor.stride()[:3])
+    fits = aligned and tensor.stride(2) * tensor.element_size() < 2**32
+    return streamable(tensor) if fits else tensor.clone(memory_format=torch.contiguous_format)
+
+
 def _in_column_order(added: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums of `gathered_backward_kernel` with columns in their order. In memory, column 8 h + 2 c + e of 16 is at 4 c + 2 h + e."""
     result = torch.empty(added.shape, dtype=dtype, device=added.device)
@@ -59,7 +70,7 @@ class GatheredCall(LaunchCall):
     """The tensors of one call over single chosen keys."""
 
     def __init__(self, inputs: AttentionInputs, work: Work) -> None:
-        inputs = AttentionInputs(q=streamable(inputs.q), k=streamable(inputs.k), v=streamable(inputs.v))
+        inputs = AttentionInputs(q=streamable(inputs.q), k=gatherable(inputs.k), v=gatherable(inputs.v))
         super().__init__(inputs, work)
         assert isinstance(work.device_tables, GatheredKeys)
         self._selection, made = work.device_tables.selection, work.device_tables.lists
