@@ -116,7 +116,7 @@ def place_rows(first, first_head, first_q, items, H: gl.constexpr, QUERIES: gl.c
 def copy_rows(head, stride, kv, to, DIM: gl.constexpr, BYTES: gl.constexpr, layout: gl.constexpr):
     """Start copies of the rows kv of a head to shared memory: zeros where kv is −1.
 
-    BYTES: compute addresses in bytes, by one instruction each instead of four. They take registers, which backward kernels lack.
+    BYTES: compute addresses in bytes, by two instructions each instead of four. Backward kernels would spill more registers.
     """
     d = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     kv = gl.convert_layout(kv, gl.SliceLayout(1, layout))
