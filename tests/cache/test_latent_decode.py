@@ -17,7 +17,7 @@ IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 
 
 @pytest.mark.long
-def test_the_kernel_compiles_without_spills(pytestconfig: pytest.Config) -> None:
+def test_the_kernel_compiles_without_spills_in_its_loops(pytestconfig: pytest.Config) -> None:
     run_hopper_script("latent_decode_compile.py", pytestconfig)
 
 
@@ -152,6 +152,20 @@ def test_bits_are_equal_alone_batched_and_on_other_pages() -> None:
         for name in ("lengths", "counts", "k", "q"):
             setattr(alone, name, getattr(case, name)[1:2])
         assert torch.equal(alone.attend("auto", mask=ls.causal())[0][0], expected[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
+def test_ctas_with_several_splits_match_float64_and_change_no_bit() -> None:
+    lengths = [2900] * 33 + [130, 1025, 2049]  # one wave of CTAs of two splits
+    case = Latent(lengths, [1] * len(lengths), heads=128)
+    check(case)
+    together, _ = case.attend("auto")
+    for i in (0, 33, 35):
+        alone = Latent([1], [1], heads=128)
+        for name in ("lengths", "counts", "k", "q"):
+            setattr(alone, name, getattr(case, name)[i : i + 1])
+        assert torch.equal(alone.attend("auto")[0][0], together[i])
 
 
 @pytest.mark.gpu

@@ -139,6 +139,23 @@ def test_a_cta_computes_a_group_where_groups_fill_the_device(lengths: list[int],
     assert rule.counts(lengths).groups_fill(8, 132) is fill
 
 
+@pytest.mark.parametrize(
+    ("lengths", "tiles", "group"),
+    [
+        ([4096] * 32, 2, 2048),  # one wave instead of two
+        ([4096] * 32, 1, 0),  # one wave of splits
+        ([4096] * 128, 2, 4096),
+        ([8192] * 64, 1, 4096),
+        ([8192] * 64, 2, 8192),
+        ([131072], 2, 0),
+        ([100] * 300, 1, 0),
+    ],
+)
+def test_a_cta_of_latent_kv_takes_several_splits_where_that_ends_first(lengths: list[int], tiles: int, group: int) -> None:
+    rule = decode_call.SplitRule(256, 1024, 16 if tiles == 2 else 4)
+    assert rule.cta_group(rule.counts(lengths), max(lengths), tiles, 132) == group
+
+
 def test_new_tokens_that_no_query_sees_are_written() -> None:
     cache = ls.KVCache(pages=9, page_size=16, layers=1, kv_heads=1, head_dim=16, dtype=torch.float32, device=DEVICE)
     (sequence,) = cache.allocate(1)

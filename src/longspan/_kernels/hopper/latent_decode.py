@@ -1,31 +1,34 @@
 """Decoding over latent KV (MLA) for Hopper: keys of 512 + 64 elements, whose first 512 are the values. Forward only.
 
-One CTA per (sequence, tile of 64 query rows, split of the keys), as `triton.decode`: rows are queries × heads. The output of 64 rows,
-64 × 512 float32, takes the registers of two warp groups: each sums 256 columns. Scores and probabilities are computed once, by the first
-warp group, which leaves the probabilities in shared memory for the second. Time runs downwards; block b is 64 keys:
+One CTA per (sequence, tile of 64 query rows, split of the keys), as `triton.decode`: rows are queries × heads; or per group of splits,
+whose scores start while the sums of the split before are stored. The output of 64 rows, 64 × 512 float32, takes the registers of two warp
+groups: each sums 256 columns. A third computes scores and probabilities. Time runs downwards; block b is 64 keys:
 
-  load warp                score warp group                            value warp group
-  ─────────                ────────────────                            ────────────────
-                           Q columns 0 … 255, 512 … 575 ──q_full──►    Q columns 256 … 511
-  K 0 ────k_full────►      S = Q K₀ᵀ
-  K 1                      m₀ = max(S) ─────────────factor_full──►     rescale acc
-                           P₀ = exp2(S − m₀) ────────────p_full──►
-                           acc += P₀ V₀[:, :256]                       acc += P₀ V₀[:, 256:]   ──p_empty──►
-                           S = Q K₁ᵀ    (queued behind P₀ V₀)          ──k_empty──►
-  K 2                      ──k_empty──►
-                           m₁ = max(S) …
+  load warp                    score warp group                         two value warp groups
+  ─────────                    ────────────────                         ─────────────────────
+                               Q columns 0 … 255, in registers          Q columns 256 … 511; 512 … 575 ──q_full──►
+  K 0: rest, left, right       S = Q K₀ᵀ
+  K 1: rest, left, right       m₀ = max(S) ────────factor_full──►       rescale acc
+  K 2: rest, left              P₀ = exp2(S − m₀) ──────p_full──►        acc += P₀ V₀, 256 columns each
+                               S = Q K₁ᵀ                                ──k.empty, rest.empty──►
+  K 2: right, K 3: rest, left  m₁ = max(S) …
 
 shared memory      bytes                   written by              read by                   mbarriers (arrivals)
-q_s, q_rest_s      64 × 576 × 2            both warp groups        score group               q_full (2)
-k_s, rest_s        2 stages × 64 × 576 × 2 load (TMA)              both warp groups          k_full (1), k_empty (2)
-p_s                64 × 64 × 2             score group             value group               p_full (1), p_empty (1)
-factor_s           64 × 4                  score group             value group               factor_full (1), p_empty (1)
-divisor_s          64 × 4                  score group             value group               sums_done (1)
-–                  –                       value group             score group               cleaned (1)
+q, q_rest          64 × 320 × 2            value groups            score group               q_full (2)
+k                  5 halves × 64 × 256 × 2 load (TMA)              all warp groups           k.full (1), k.empty (1)
+k_rest             3 × 64 × 64 × 2         load (TMA)              score group               rest.full (1)
+ – then P          the same                score group             value groups              p_full (1), rest.empty (2)
+factor             3 × 64 × 4              score group             value groups              factor_full (1), rest.empty (2)
+divisor            2 × 64 × 4              score group             value groups              sums_done (1)
 
-229,888 bytes and the mbarriers: one CTA per SM. Past the last key of a split, TMA loads other rows of the page, which may hold anything:
-0 · NaN would reach the sums. The value group sets these rows to 0 before scores are computed (`cleaned`). Values that a mask hides and
-that are not finite leave a NaN in the sums: the CTA reports it in `flags_ptr`, and `triton.decode` computes that split again.
+P takes the place of the last 64 elements of its block's keys, which only scores read. The 64 × 256 elements of Q in registers make room
+for the fifth half, and halve what their wgmmas read from shared memory. One CTA per SM. Measured and slower: to start the scores of block
+b + 1 before the softmax of block b, and to leave P of block b to the value groups after the scores of block b + 1
+(`bench/results/decode.txt`).
+
+Past the last key of a split, TMA loads other rows of the page, which may hold anything: 0 · NaN would reach the sums, so each value group
+sets these rows of its half to 0 before it multiplies them; their scores are −inf whatever they hold. Values that a mask hides and that are
+not finite leave a NaN in the sums: the CTA reports it in `flags_ptr`, and `triton.decode` computes that split again.
 
 Numerics as in `triton.decode`; its arguments have the same names.
 """
@@ -48,19 +51,20 @@ from longspan._kernels.gpu.tile_access import wide
 from longspan._kernels.hopper.epilogue import by_row
 from longspan._kernels.hopper.gluon_names import barrier, reinterpret, tma_load
 from longspan._kernels.hopper.none_arg import optional
-from longspan._kernels.hopper.pipeline import Captured, mbarriers, ring_phase, ring_slot, tile_2d
+from longspan._kernels.hopper.pipeline import BufferBarriers, Captured, mbarriers, ring_phase, ring_slot, tile_2d
 
 ROWS = gl.constexpr(64)  # query rows of a CTA
 KEYS = gl.constexpr(64)  # of a block
 LATENT = gl.constexpr(512)  # elements of values
 HALF = gl.constexpr(256)  # of them, per warp group
 REST = gl.constexpr(64)  # further elements of keys
-STAGES = gl.constexpr(2)
-REGISTERS = gl.constexpr(240)
+HALVES = gl.constexpr(5)  # buffers of half a block's values
+RESTS = gl.constexpr(3)  # buffers of a block's further elements
+REGISTERS = gl.constexpr(160)  # of value groups; 168 are left for the score group
 
 _DYNAMIC = [
     "sequences", "kv_heads", "row_tiles", "splits", "min_queries", "max_queries", "width", "q_len", "kv_len", "first_key", "smallest",
-    "coarse", "share", "new_len",
+    "coarse", "share", "new_len", "cta_group", "cta_groups",
 ]  # fmt: skip
 
 
@@ -71,27 +75,24 @@ class Tiles(NamedTuple):
     q_rest: Any
     k: Any
     k_rest: Any
-    p: Any
     factor: Any
     divisor: Any
 
 
 class Barriers(NamedTuple):
-    """mbarriers of a CTA."""
+    """mbarriers of a CTA. k, rest: of the buffers of keys."""
 
     q_full: Any
-    k_full: Any
-    k_empty: Any
+    k: Any
+    rest: Any
     factor_full: Any
     p_full: Any
-    p_empty: Any
-    cleaned: Any
     sums_done: Any
 
 
 class Place(NamedTuple):
     """The part of a call that a CTA computes: KV head, tile of rows, split, sequence; position of the sequence's first query, its length,
-    its number of queries; the first key, the key after the last one.
+    its number of queries; the first key, the key after the last one; tokens of a split.
     """
 
     g: Any
@@ -103,6 +104,7 @@ class Place(NamedTuple):
     count: Any
     begin: Any
     end: Any
+    tokens: Any
 
 
 class Partial(NamedTuple):
@@ -117,24 +119,50 @@ class Partial(NamedTuple):
 
 
 @gluon.jit
-def _load_queries(q_base, q_stride, place, column, to, R: gl.constexpr, layout: gl.constexpr):
-    """Copy columns of the tile's query rows, from `column` on, to shared memory. Rows past the last query are 0."""
+def _query_columns(q_base, q_stride, place, column, COLUMNS: gl.constexpr, R: gl.constexpr, layout: gl.constexpr):
+    """COLUMNS columns of the tile's query rows, from `column` on. Rows past the last query are 0."""
     r = place.tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     i = r // R
-    d = gl.expand_dims(gl.arange(0, to.shape[1], layout=gl.SliceLayout(0, layout)), 0)
+    d = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)), 0)
     rows = q_base + wide(place.g * R + r % R) * q_stride[1] + wide(i) * q_stride[2]
-    q = gl.load(gl.expand_dims(rows, 1) + (column + d) * q_stride[3], mask=gl.expand_dims(i < place.count, 1), other=0.0)
-    to.store(q)
+    return gl.load(gl.expand_dims(rows, 1) + (column + d) * q_stride[3], mask=gl.expand_dims(i < place.count, 1), other=0.0)
 
 
 @gluon.jit
-def _start_scores(tiles, stage):
-    """Start the wgmmas of S = Q Kᵀ: three commit groups."""
+def _splits(place):
+    """The first split of a CTA, and the one after the last. A CTA without keys has one split without keys."""
+    first = place.begin // place.tokens
+    return first, gl.maximum(first + 1, (place.end + place.tokens - 1) // place.tokens)
+
+
+@gluon.jit
+def _split(place, split):
+    """The place of one split of a CTA."""
+    begin, end = gl.maximum(place.begin, split * place.tokens), gl.minimum(place.end, (split + 1) * place.tokens)
+    return Place(
+        place.g, place.tile, split, place.n, place.start, place.length, place.count, begin, gl.maximum(begin, end), place.tokens
+    )  # fmt: skip
+
+
+@gluon.jit
+def _advance(slot, phase, STEP: gl.constexpr, COUNT: gl.constexpr):
+    """(slot, phase) of the use of a ring that is STEP uses later."""
+    slot += STEP
+    wraps = slot >= COUNT
+    return gl.where(wraps, slot - COUNT, slot), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def _start_scores(q_left, tiles, bars, left, left_phase, right, right_phase, rest, rest_phase):
+    """Start the wgmmas of S = Q Kᵀ of a block as its parts arrive."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     s = gl.full([ROWS, KEYS], 0.0, gl.float32, layout=layout)
-    s = warpgroup_mma(tiles.q.index(0), tile_2d(tiles.k, 2 * stage).permute((1, 0)), s, use_acc=False, is_async=True)
-    s = warpgroup_mma(tiles.q.index(1), tile_2d(tiles.k, 2 * stage + 1).permute((1, 0)), s, is_async=True)
-    return warpgroup_mma(tiles.q_rest, tile_2d(tiles.k_rest, stage).permute((1, 0)), s, is_async=True)
+    mbarrier.wait(bars.rest.full.index(rest), rest_phase)
+    s = warpgroup_mma(tiles.q_rest, tile_2d(tiles.k_rest, rest).permute((1, 0)), s, use_acc=False, is_async=True)
+    mbarrier.wait(bars.k.full.index(left), left_phase)
+    s = warpgroup_mma(q_left, tile_2d(tiles.k, left).permute((1, 0)), s, is_async=True)
+    mbarrier.wait(bars.k.full.index(right), right_phase)
+    return warpgroup_mma(tiles.q, tile_2d(tiles.k, right).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
@@ -156,11 +184,11 @@ def _row_sum(p, layout: gl.constexpr):
 
 @gluon.jit
 def _give_weights(
-    s, m, total, b, place, scale, tiles, bars, captured, MASK: gl.constexpr, SCORE: gl.constexpr, FOLD: gl.constexpr, R: gl.constexpr,
+    s, m, b, place, scale, tiles, bars, slot, captured, MASK: gl.constexpr, SCORE: gl.constexpr, FOLD: gl.constexpr, R: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """Online softmax of block b's scores: (p, m, total, factor that rescales earlier sums). Leaves factor and p to the value group, each as
-    soon as it is known.
+    """Online softmax of block b's scores: (p, m, factor that rescales earlier sums). Leaves factor and p to the value groups, each as soon
+    as it is known: p in the place `slot` of the block's last elements.
     """
     r = place.tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     h, q_pos = gl.expand_dims(place.g * R + r % R, 1), gl.expand_dims(place.start + r // R, 1)
@@ -179,15 +207,13 @@ def _give_weights(
     m_new = gl.maximum(m, _row_max(s, layout) * factor)
     base = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: −inf − −inf would be NaN
     rescale = gl.exp2(m - base)
-    mbarrier.wait(bars.p_empty.index(0), (b & 1) ^ 1)
-    tiles.factor.store(rescale)
-    mbarrier.arrive(bars.factor_full.index(0), count=1)
+    tiles.factor.index(slot).store(rescale)
+    mbarrier.arrive(bars.factor_full.index(slot), count=1)
     p = gl.exp2(s * factor - gl.expand_dims(base, 1))
-    rounded = p.to(tiles.p.dtype)
-    tiles.p.store(rounded)
+    tile_2d(tiles.k_rest, slot).store(p.to(tiles.k_rest.dtype))
     fence_async_shared()
-    mbarrier.arrive(bars.p_full.index(0), count=1)
-    return rounded, m_new, total * rescale + _row_sum(p, layout), rescale
+    mbarrier.arrive(bars.p_full.index(slot), count=1)
+    return p, m_new, rescale
 
 
 @gluon.jit
@@ -210,51 +236,43 @@ def _score_group(
     q_base, q_stride, scale, place, to, tiles, bars, captured,
     MASK: gl.constexpr, SCORE: gl.constexpr, FOLD: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
-    """The warp group that computes scores and the first half of the columns."""
+    """The warp group that computes scores and probabilities."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
-    _load_queries(q_base, q_stride, place, 0, tiles.q.index(0), R, gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
-    _load_queries(q_base, q_stride, place, LATENT, tiles.q_rest, R, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-    fence_async_shared()
-    mbarrier.arrive(bars.q_full.index(0), count=1)
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2)
+    q_left = _query_columns(q_base, q_stride, place, 0, HALF, R, operand)
     mbarrier.wait(bars.q_full.index(0), 0)
-    blocks = (place.end - place.begin + KEYS - 1) // KEYS
-    short = (place.end - place.begin) % KEYS > 0
-    m = gl.full([ROWS], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
-    total = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, layout))
-    acc = gl.full([ROWS, HALF], 0.0, gl.float32, layout=out_layout)
-    if blocks > 0:
-        mbarrier.wait(bars.k_full.index(0), 0)
-        if (blocks == 1) & short:
-            mbarrier.wait(bars.cleaned.index(0), 0)
-        s = warpgroup_mma_wait(0, deps=[_start_scores(tiles, 0)])
-        p, m, total, rescale = _give_weights(s, m, total, 0, place, scale, tiles, bars, captured, MASK, SCORE, FOLD, R, layout)
-        weights = gl.convert_layout(p, operand)
-        for b in range(1, blocks):
-            stage, last = ring_slot(b, STAGES), ring_slot(b - 1, STAGES)
-            acc_next = warpgroup_mma(weights, tile_2d(tiles.k, 2 * last), acc, is_async=True)
-            mbarrier.wait(bars.k_full.index(stage), ring_phase(b, STAGES))
-            if (b == blocks - 1) & short:
-                mbarrier.wait(bars.cleaned.index(0), 0)
-            s_next = _start_scores(tiles, stage)
-            acc = warpgroup_mma_wait(3, deps=[acc_next])
-            mbarrier.arrive(bars.k_empty.index(last), count=1)
+    left, left_phase, right, right_phase, rest, rest_phase = 0, 0, 1, 0, 0, 0
+    first, last = _splits(place)
+    for split in range(first, last):
+        part = _split(place, split)
+        blocks = (part.end - part.begin + KEYS - 1) // KEYS
+        m = gl.full([ROWS], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
+        total = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, layout))
+        if blocks > 0:
+            s_next = _start_scores(q_left, tiles, bars, left, left_phase, right, right_phase, rest, rest_phase)
             s = warpgroup_mma_wait(0, deps=[s_next])
-            p, m, total, rescale = _give_weights(s, m, total, b, place, scale, tiles, bars, captured, MASK, SCORE, FOLD, R, layout)
-            weights = gl.convert_layout(p, operand)
-            acc = acc * by_row(rescale, out_layout)
-        acc_next = warpgroup_mma(weights, tile_2d(tiles.k, 2 * ring_slot(blocks - 1, STAGES)), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc_next])
-    seen = total != 0.0  # also where total is NaN: a row that sees a NaN has lse NaN
-    divisor = gl.where(seen, total, 1.0)
-    tiles.divisor.store(divisor)
-    mbarrier.arrive(bars.sums_done.index(0), count=1)
-    r = place.tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    at = ((wide(place.n) * to.kv_heads * R + place.g * R + r % R) * to.max_queries + r // R) * to.splits + place.split
-    inside = (r // R < place.count) & (place.begin < place.end)
-    gl.store(to.lse + at, gl.where(seen, m + gl.log2(divisor), -float("inf")), mask=inside)
-    _store_sums(acc, divisor, place, to, 0, R, out_layout)
+            for b in range(blocks - 1):
+                slot = rest
+                left, left_phase = _advance(left, left_phase, 2, HALVES)
+                right, right_phase = _advance(right, right_phase, 2, HALVES)
+                rest, rest_phase = _advance(rest, rest_phase, 1, RESTS)
+                p, m, rescale = _give_weights(s, m, b, part, scale, tiles, bars, slot, captured, MASK, SCORE, FOLD, R, layout)
+                s_next = _start_scores(q_left, tiles, bars, left, left_phase, right, right_phase, rest, rest_phase)
+                total = total * rescale + _row_sum(p, layout)
+                s = warpgroup_mma_wait(0, deps=[s_next])
+            p, m, rescale = _give_weights(s, m, blocks - 1, part, scale, tiles, bars, rest, captured, MASK, SCORE, FOLD, R, layout)
+            total = total * rescale + _row_sum(p, layout)
+            left, left_phase = _advance(left, left_phase, 2, HALVES)
+            right, right_phase = _advance(right, right_phase, 2, HALVES)
+            rest, rest_phase = _advance(rest, rest_phase, 1, RESTS)
+        seen = total != 0.0  # also where total is NaN: a row that sees a NaN has lse NaN
+        divisor = gl.where(seen, total, 1.0)
+        tiles.divisor.index(ring_slot(split - first, 2)).store(divisor)
+        mbarrier.arrive(bars.sums_done.index(ring_slot(split - first, 2)), count=1)
+        r = part.tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        at = ((wide(part.n) * to.kv_heads * R + part.g * R + r % R) * to.max_queries + r // R) * to.splits + part.split
+        inside = (r // R < part.count) & (part.begin < part.end)
+        gl.store(to.lse + at, gl.where(seen, m + gl.log2(divisor), -float("inf")), mask=inside)
 
 
 @gluon.jit
@@ -273,49 +291,64 @@ def _clean_rows(tile, left):
 
 
 @gluon.jit
-def _value_group(q_base, q_stride, place, to, tiles, bars, R: gl.constexpr):
-    """The warp group that computes the second half of the columns."""
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
-    _load_queries(q_base, q_stride, place, HALF, tiles.q.index(1), R, gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+def _value_group(q_base, q_stride, place, to, tiles, bars, R: gl.constexpr, W: gl.constexpr):
+    """The warp group that computes columns W · HALF … of the output."""
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+    if W == 0:
+        tiles.q.store(_query_columns(q_base, q_stride, place, HALF, HALF, R, gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])))
+    else:
+        tiles.q_rest.store(_query_columns(q_base, q_stride, place, LATENT, REST, R, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
     fence_async_shared()
     mbarrier.arrive(bars.q_full.index(0), count=1)
-    acc = gl.full([ROWS, HALF], 0.0, gl.float32, layout=out_layout)
-    blocks = (place.end - place.begin + KEYS - 1) // KEYS
-    for b in range(blocks):
-        stage = ring_slot(b, STAGES)
-        left = place.end - place.begin - b * KEYS
-        mbarrier.wait(bars.k_full.index(stage), ring_phase(b, STAGES))
-        if left < KEYS:
-            _clean_rows(tiles.k.index(2 * stage), left)
-            _clean_rows(tiles.k.index(2 * stage + 1), left)
-            fence_async_shared()
-            mbarrier.arrive(bars.cleaned.index(0), count=1)
-        mbarrier.wait(bars.factor_full.index(0), b & 1)
-        acc = acc * gl.expand_dims(tiles.factor.load(gl.SliceLayout(1, out_layout)), 1)
-        mbarrier.wait(bars.p_full.index(0), b & 1)
-        acc_next = warpgroup_mma(tiles.p, tile_2d(tiles.k, 2 * stage + 1), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc_next])
-        mbarrier.arrive(bars.p_empty.index(0), count=1)
-        mbarrier.arrive(bars.k_empty.index(stage), count=1)
-    mbarrier.wait(bars.sums_done.index(0), 0)
-    _store_sums(acc, tiles.divisor.load(gl.SliceLayout(1, out_layout)), place, to, HALF, R, out_layout)
+    slot, phase, rest, rest_phase = W, 0, 0, 0
+    first, last = _splits(place)
+    for split in range(first, last):
+        part = _split(place, split)
+        acc = gl.full([ROWS, HALF], 0.0, gl.float32, layout=out_layout)
+        blocks = (part.end - part.begin + KEYS - 1) // KEYS
+        for b in range(blocks):
+            mbarrier.wait(bars.factor_full.index(rest), rest_phase)
+            acc = acc * gl.expand_dims(tiles.factor.index(rest).load(gl.SliceLayout(1, out_layout)), 1)
+            mbarrier.wait(bars.k.full.index(slot), phase)
+            mbarrier.wait(bars.p_full.index(rest), rest_phase)
+            left = part.end - part.begin - b * KEYS
+            if left < KEYS:
+                _clean_rows(tiles.k.index(slot), left)
+                fence_async_shared()
+                barrier()
+            acc_next = warpgroup_mma(tile_2d(tiles.k_rest, rest), tile_2d(tiles.k, slot), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc_next])
+            mbarrier.arrive(bars.k.empty.index(slot), count=1)
+            mbarrier.arrive(bars.rest.empty.index(rest), count=1)
+            slot, phase = _advance(slot, phase, 2, HALVES)
+            rest, rest_phase = _advance(rest, rest_phase, 1, RESTS)
+        sums = ring_slot(split - first, 2)
+        mbarrier.wait(bars.sums_done.index(sums), ring_phase(split - first, 2))
+        _store_sums(acc, tiles.divisor.index(sums).load(gl.SliceLayout(1, out_layout)), part, to, W * HALF, R, out_layout)
+
+
+@gluon.jit
+def _load_part(desc, page, place, at, column, ring, slot, phase, to):
+    """Load a part of a block from `column` on when buffer `slot` is empty."""
+    mbarrier.wait(ring.empty.index(slot), phase ^ 1)
+    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
+    tma_load(desc, [page, place.g, at, column], ring.full.index(slot), to.index(slot))
 
 
 @gluon.jit
 def _load(k_desc, rest_desc, table, place, tiles, bars, PAGE: gl.constexpr):
     """The load warp. table: pointer to the page of the sequence's first tokens."""
-    BYTES: gl.constexpr = 2 * k_desc.block_type.nbytes + rest_desc.block_type.nbytes
-    blocks = (place.end - place.begin + KEYS - 1) // KEYS
-    for b in range(blocks):
-        stage = ring_slot(b, STAGES)
-        at = place.begin + b * KEYS
-        page = gl.load(table + at // PAGE)
-        mbarrier.wait(bars.k_empty.index(stage), ring_phase(b, STAGES) ^ 1)
-        full = bars.k_full.index(stage)
-        mbarrier.expect(full, BYTES)
-        tma_load(k_desc, [page, place.g, at % PAGE, 0], full, tiles.k.index(2 * stage))
-        tma_load(k_desc, [page, place.g, at % PAGE, HALF], full, tiles.k.index(2 * stage + 1))
-        tma_load(rest_desc, [page, place.g, at % PAGE, LATENT], full, tiles.k_rest.index(stage))
+    slot, phase, rest, rest_phase = 0, 0, 0, 0
+    page = gl.load(table + place.begin // PAGE, mask=place.begin < place.end, other=0)
+    for at in range(place.begin, place.end, KEYS):
+        next_page = gl.load(table + gl.minimum(at + KEYS, place.end - 1) // PAGE)
+        _load_part(rest_desc, page, place, at % PAGE, LATENT, bars.rest, rest, rest_phase, tiles.k_rest)
+        _load_part(k_desc, page, place, at % PAGE, 0, bars.k, slot, phase, tiles.k)
+        slot, phase = _advance(slot, phase, 1, HALVES)
+        _load_part(k_desc, page, place, at % PAGE, HALF, bars.k, slot, phase, tiles.k)
+        slot, phase = _advance(slot, phase, 1, HALVES)
+        rest, rest_phase = _advance(rest, rest_phase, 1, RESTS)
+        page = next_page
 
 
 @gluon.jit
@@ -341,16 +374,19 @@ def latent_decode_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, rest_desc, table_ptr, ranges_ptr, k_new_ptr, v_new_ptr, part_out_ptr, part_lse_ptr, flags_ptr,
     sink_ptr, q_stride, k_stride, v_stride, k_new_stride, v_new_stride, mask_captured, mask_sizes, score_captured, score_sizes,
     sequences, kv_heads, row_tiles, splits, min_queries, max_queries, width, q_len, kv_len, first_key, smallest, coarse, share, new_len,
-    scale,
+    cta_group, cta_groups, scale,
     MASK: gl.constexpr, SCORE: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr, RAGGED: gl.constexpr, FOLD: gl.constexpr,
     R: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Partial results of one split. Arguments as in `triton.decode.decode_kernel`; flags_ptr: int32 [CTAs, 2], or None. sink_ptr: None."""
+    """Partial results of a split, or of each split of a group. Arguments as in `triton.decode.decode_kernel`; flags_ptr: int32 [CTAs, 2],
+    or None if a CTA has several splits. sink_ptr: None. cta_group: tokens of a group (`decode_splits.group_tokens`), 0 for one split per
+    CTA; cta_groups: of a sequence, at most.
+    """
     if EARLY:
         gdc_launch_dependents()
-    g, tile, split, n, row, start, length, first, count, begin, end, _ = split_of_cta(
-        ranges_ptr, sequences, kv_heads, row_tiles, splits, min_queries, max_queries, q_len, kv_len, first_key, smallest, coarse, share,
-        0, WINDOW, R, ROWS, KEYS,
+    g, tile, split, n, row, start, length, first, count, begin, end, tokens = split_of_cta(
+        ranges_ptr, sequences, kv_heads, row_tiles, cta_groups, min_queries, max_queries, q_len, kv_len, first_key, smallest, coarse, share,
+        cta_group, WINDOW, R, ROWS, KEYS,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     table = table_ptr + wide(row) * width
@@ -371,19 +407,18 @@ def latent_decode_kernel(
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, REST], dtype)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tiles = Tiles(
-        gl.allocate_shared_memory(dtype, [2, ROWS, HALF], half),
+        gl.allocate_shared_memory(dtype, [ROWS, HALF], half),
         gl.allocate_shared_memory(dtype, [ROWS, REST], narrow),
-        gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, KEYS, HALF], k_desc.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, REST], rest_desc.layout),
-        gl.allocate_shared_memory(dtype, [ROWS, KEYS], narrow),
-        gl.allocate_shared_memory(gl.float32, [ROWS], plain),
-        gl.allocate_shared_memory(gl.float32, [ROWS], plain),
+        gl.allocate_shared_memory(dtype, [HALVES, 1, 1, KEYS, HALF], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [RESTS, 1, 1, KEYS, REST], rest_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [RESTS, ROWS], plain),
+        gl.allocate_shared_memory(gl.float32, [2, ROWS], plain),
     )
     bars = Barriers(
-        mbarriers(1, 2), mbarriers(STAGES, 1), mbarriers(STAGES, 2), mbarriers(1, 1), mbarriers(1, 1), mbarriers(1, 1), mbarriers(1, 1),
-        mbarriers(1, 1),
+        mbarriers(1, 2), BufferBarriers(mbarriers(HALVES, 1), mbarriers(HALVES, 1)),
+        BufferBarriers(mbarriers(RESTS, 1), mbarriers(RESTS, 2)), mbarriers(RESTS, 1), mbarriers(RESTS, 1), mbarriers(2, 1),
     )  # fmt: skip
-    place = Place(g, tile, split, n, start, length, count, begin, end)
+    place = Place(g, tile, split, n, start, length, count, begin, end, tokens)
     to = Partial(part_out_ptr, part_lse_ptr, optional(flags_ptr), splits, max_queries, kv_heads)
     captured = Captured(mask_captured, mask_sizes, score_captured, score_sizes)
     q_base = q_ptr + (wide(first) * q_stride[2] if RAGGED else wide(n) * q_stride[0])
@@ -391,9 +426,10 @@ def latent_decode_kernel(
     gl.warp_specialize(
         [
             (_score_group, (q_base, q_stride, scale, place, to, tiles, bars, captured, MASK, SCORE, FOLD, R)),
-            (_value_group, (q_base, q_stride, place, to, tiles, bars, R)),
+            (_value_group, (q_base, q_stride, place, to, tiles, bars, R, 0)),
+            (_value_group, (q_base, q_stride, place, to, tiles, bars, R, 1)),
             (_load, (k_desc, rest_desc, table, place, tiles, bars, PAGE)),
         ],
-        [4, 1],
-        [REGISTERS, 24],
+        [4, 4, 1],
+        [REGISTERS, REGISTERS, 24],
     )

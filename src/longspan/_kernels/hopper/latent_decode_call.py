@@ -15,7 +15,7 @@ from longspan._kernels.hopper.descriptors import tile_descriptor
 from longspan._kernels.hopper.latent_decode import HALF, KEYS, LATENT, REST, ROWS, latent_decode_kernel
 from longspan._kernels.paged import PagedKV
 
-_CONFIG = TileConfig(m=ROWS.value, n=KEYS.value, stages=2)
+_CONFIG = TileConfig(m=ROWS.value, n=KEYS.value, stages=2, start_registers=128, registers=160)
 
 
 def _share(heads: int) -> int:

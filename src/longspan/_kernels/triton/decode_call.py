@@ -160,10 +160,15 @@ def page_sizes(queries: Queries, pages: PagedKV) -> list[DecodeSizes]:
         splits = split.groups if grouped else split.splits
         # Rounded up: of a thousand decoded tokens, only a few then need a new launch. CTAs without a split end at once.
         unit = 1 << max(0, splits.bit_length() - 3)
+        taken = (0, 0)
+        if by is not None and ranges.longest is None:
+            group = rule.cta_group(split, longest, -(-max(counts) * (heads // kv_heads) // m) * kv_heads, sm_count(q.device))
+            if group:
+                taken = (group, max(rule._replace(group=group).count(n, grouped=True) for n in lengths))
         made.append(DecodeSizes(
             sequences=len(ranges.counts), queries=(min(counts), max(counts)), longest=_position_bound(longest),
             splits=-(-splits // unit) * unit, tile_rows=m, rule=rule, shared=pages.shared, by=by, joined=1 if grouped else split.joined,
-            groups=split.groups, grouped=grouped,
+            groups=split.groups, grouped=grouped, taken=taken,
         ))  # fmt: skip
     return made
 
@@ -221,6 +226,7 @@ class DecodeSizes(NamedTuple):
     sequence, rows of a tile; how sequences are split; whether values are the first elements of keys; `Queries.by`.
 
     grouped: whether a CTA computes a group of splits. joined: partial results per group, at most. groups: of a sequence, at most.
+    taken: of a `SplitKernel`, tokens of a CTA (`SplitRule.cta_group`) and CTAs of a sequence, at most; (0, 0): a split per CTA.
     """
 
     sequences: int
@@ -234,6 +240,7 @@ class DecodeSizes(NamedTuple):
     joined: int = 1
     groups: int = 1
     grouped: bool = False
+    taken: tuple[int, int] = (0, 0)
 
     @property
     def direct(self) -> bool:
@@ -394,6 +401,7 @@ def _make_launches(
         options = replace(options, direct=not interpreted() and torch.version.hip is None)
         score_options = early_options(work.score, options)
     k_new = tensors["k_new_ptr"]
+    cta_group, cta_groups = sizes.taken if sizes.taken[0] and tensors["flags_ptr"] is None else (0, splits)
     early = _is_hopper_or_later(q.device)
     window = None if work.window is None else max(1, work.window)  # 0 hides a query's own key, which the query's CTA writes
     shared = {
@@ -406,7 +414,7 @@ def _make_launches(
         **shared, **_dims(d - rest, e), "REST": rest, "RESTP": launch.padded(rest), "SHARED": sizes.shared,
         "SAFE_DIM": min(_SAFE_DIM, launch.padded(e)), "TMA": tensors["k_desc"] is not None,
         "row_tiles": _row_tiles(q, k, sizes), "width": 0 if table is None else table.shape[1], "PAGE": page_size,
-        "new_len": 1 if k_new is None else k_new.shape[2],
+        "new_len": 1 if k_new is None else k_new.shape[2], "cta_group": cta_group, "cta_groups": cta_groups,
         "mask_sizes": launch.pack_sizes(work.mask_captured), "score_sizes": launch.pack_sizes(work.score_captured),
         "MASK": launch.function(work.mask, options), "SCORE": launch.function(work.score, score_options),
         "LOOKUPS": early_function(work.score, score_options), "EARLY_MASK": sizes.by is None and bool(work.mask_captured),
@@ -421,7 +429,10 @@ def _make_launches(
     many = many if sizes.groups > few else 0
     parts = launch.padded(e) // (many_part if many else few_part)
     decode = LaunchShape(
-        ctas=_ctas(q, k, sizes), warps=tile.warps, stages=tile.stages(paged=table is not None), registers=_registers(tile, m)
+        ctas=_ctas(q, k, sizes) // splits * cta_groups,
+        warps=tile.warps,
+        stages=tile.stages(paged=table is not None),
+        registers=_registers(tile, m),
     )
     merge = LaunchShape(ctas=rows * parts, warps=merge_warps, early=early)
     merged = {

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 RESIDENT = 2  # CTAs per SM of a launch by groups
+_START = 256
 _FULL = 0.9  # a launch by groups keeps at least this share of the device busy
 
 
@@ -55,17 +56,32 @@ class SplitRule(NamedTuple):
             count = -(-length // group)
             splits, joined, most_groups = max(splits, -(-length // tokens)), max(joined, group // tokens), max(most_groups, count)
             groups, largest = groups + count, max(largest, min(length, group))
-        return SplitCounts(splits, most_groups, joined, groups, largest, sum(lengths))
+        return SplitCounts(splits, most_groups, joined, groups, largest, sum(lengths), len(lengths))
+
+    def cta_group(self, split: SplitCounts, longest: int, tiles: int, sms: int) -> int:
+        """Tokens of a group of splits per CTA, one CTA per SM, that ends a batch first; 0 for one split per CTA.
+
+        Results do not depend on it. tiles: of query rows, of all KV heads. A CTA starts and ends in the time of `_START` tokens.
+        """
+        tokens = self.tokens(longest)
+        taken = {}
+        for group in (tokens, 2 * tokens, 4 * tokens, 8 * tokens):
+            waves = -(-tiles * max(split.sequences, -(-split.tokens // group)) // sms)
+            taken[group] = waves * (min(group, longest) + _START)
+        best = min(taken, key=lambda group: taken[group])
+        return 0 if best == tokens else best
 
     def largest_counts(self, longest: int, sequences: int) -> SplitCounts:
         """Upper bounds of `counts` for sequences of up to `longest` tokens each, of which one group per sequence is certain."""
         splits, groups = (self.max_count(longest, grouped=grouped) for grouped in (False, True))
         joined = self._group_tokens(self.smallest) // self.smallest
-        return SplitCounts(splits, groups, joined, sequences, self.group, sequences * self.group)
+        return SplitCounts(splits, groups, joined, sequences, self.group, sequences * self.group, sequences)
 
 
 class SplitCounts(NamedTuple):
-    """Of sequences: most splits of one, most groups of one, most splits of a group; all groups, tokens of the largest, all tokens."""
+    """Of sequences: most splits of one, most groups of one, most splits of a group; all groups, tokens of the largest, all tokens,
+    sequences.
+    """
 
     splits: int
     groups: int
@@ -73,6 +89,7 @@ class SplitCounts(NamedTuple):
     all_groups: int
     largest: int
     tokens: int
+    sequences: int
 
     def groups_fill(self, tiles: int, sms: int) -> bool:
         """Whether one CTA per group fills a device. tiles: of query rows, of all KV heads.
