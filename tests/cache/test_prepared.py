@@ -82,6 +82,34 @@ def test_a_prepared_call_launches_the_same(name: str, merged: bool, launches: La
     assert len(cache.prepared) == 1
 
 
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_lse_that_the_caller_does_not_use_is_stored_behind_the_partial_results(
+    with_lse: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(decode_call, "SMALLEST_SPLIT", 16)
+    monkeypatch.setattr(decode_call, "GROUP_TOKENS", 0)
+    cache, allocated = make_cache(pages=40, layers=2), []
+    ids = cache.allocate(3)
+    cache.step(ids, 20)
+    for sequence_id in ids:
+        del cache.sequence(sequence_id).unfinished[0]
+    step, new = cache.step(ids, 1), tokens(3, 1)
+    ls.attention(*new, cache=step, layer=0, kernel="triton")
+    (prepared,) = cache.prepared.values()
+    empty = prepared._empty
+    monkeypatch.setattr(prepared, "_empty", lambda *layout: allocated.append(empty(*layout)) or allocated[-1])
+    launches.clear()
+    result = ls.attention(*new, cache=step, layer=1, kernel="triton", return_lse=with_lse)
+    parts = next(t for t in allocated if t.ndim == 1)
+    part_out, part_lse, *_, lse_address = launches.values[1]
+    splits, rows, dim = 2, 3 * 4, new[2].shape[-1]
+    assert part_out == parts.data_ptr() and part_lse >= part_out + 4 * rows * splits * dim
+    if with_lse:
+        assert lse_address == result[1].data_ptr() and result[1].shape == (3, 4, 1)
+    else:
+        assert len(allocated) == 2 and part_lse + 4 * rows * splits <= lse_address <= part_out + 4 * (parts.numel() - rows)
+
+
 def _read(cache: Any, step: Any, *, layer: int) -> tuple[int, ...]:
     """Addresses of a layer's pages, of the page table and of the step's ranges."""
     return *(x.data_ptr() for x in cache.layer_pages(layer).kv), cache.addresses[2], step.ranges.device_ranges.data_ptr()

@@ -127,9 +127,7 @@ def attention(
     if cache is not None:
         if plan is not None:
             raise ValueError("attention: expected either plan=… or cache=…, got both")
-        call = CachedCall(
-            step=cache, layer=layer, mask=mask, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, return_lse=return_lse
-        )
+        call = CachedCall(cache, layer, mask, score_mod, scale, sink, kernel, return_lse)
         out, lse = attend_cached(q, k, v, call)
         if not return_lse:
             return out

@@ -55,7 +55,7 @@ class CachedCall(NamedTuple):
 
 
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[Tensor, Tensor | None]:
-    """(out [n, H, count, E] or [1, H, T, E], lse) after all checks; lse is None over a mesh unless asked for.
+    """(out [n, H, count, E] or [1, H, T, E], lse) after all checks; lse may be None unless asked for.
 
     A call that raises a check's error has written nothing.
     """

@@ -49,7 +49,7 @@ class LastCall(NamedTuple):
     prepared: Any
 
 
-def attend_same(q: Any, k: Any, v: Any, call: CachedCall) -> tuple[Tensor, Tensor] | None:
+def attend_same(q: Any, k: Any, v: Any, call: CachedCall) -> tuple[Tensor, Tensor | None] | None:
     """`attend_again` of a call like the step's last one, in another layer: a comparison instead of a key. None if it differs."""
     step, mask, layer = call.step, call.mask, call.layer
     last: LastCall | None = step.last_call if type(step) is CacheStep else None
@@ -61,10 +61,10 @@ def attend_same(q: Any, k: Any, v: Any, call: CachedCall) -> tuple[Tensor, Tenso
         return None
     if is_invariant() or not nothing_intercepts_calls() or not tensors_can_be_guarded(q, k, v) or not last.guard(q, k, v):
         return None
-    q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    addresses = q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if (q_address | k_address | v_address) % ALIGNMENT or (k_address == v_address) != last.one_tensor:
         return None
-    return _attend(q, k, v, call, last.prepared)
+    return _attend(q, addresses, call, last.prepared)
 
 
 def _remember(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, prepared: Any) -> None:
@@ -145,7 +145,7 @@ def _step_key(step: CacheStep, q: Tensor, kernel: str) -> Hashable:
     return tuple(step.ranges.counts), tuple(sizes), step.cache.table_shape, ragged
 
 
-def attend_again(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, key: Hashable) -> tuple[Tensor, Tensor] | None:
+def attend_again(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, key: Hashable) -> tuple[Tensor, Tensor | None] | None:
     """(out, lse) of a prepared call; None if it is not prepared. Raises if the layer is not the step's next one."""
     step, layer = call.step, call.layer
     cache = step.cache
@@ -159,16 +159,16 @@ def attend_again(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, key: Hashabl
             return None
         prepared = calls[key] = made.at(cache.layer_pages(0), step.ranges)
     _remember(q, k, v, call, prepared)
-    return _attend(q, k, v, call, prepared)
+    return _attend(q, tuple(x.data_ptr() for x in (q, k, v, call.sink) if x is not None), call, prepared)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, prepared: Any) -> tuple[Tensor, Tensor] | None:
-    """(out, lse) of a call that is prepared for its step."""
+def _attend(q: Tensor, addresses: tuple[int, ...], call: CachedCall, prepared: Any) -> tuple[Tensor, Tensor | None] | None:
+    """(out, lse) of a call that is prepared for its step. addresses: of q, k, v and the sink if there is one."""
     step, layer, captured = call.step, call.layer, _is_captured(q)
     if captured and step.ranges.longest is None:
         return None  # the call's checks raise
     step.check_layer(layer)
-    result = prepared((q, k, v, call.sink), step.cache.layer_addresses(layer), captured=captured)
+    result = prepared(step.cache.layer_addresses(layer), addresses, with_lse=call.return_lse, captured=captured)
     if result is not None:
         step.finish_layer(layer)
     return result  # type: ignore[no-any-return]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -43,15 +45,15 @@ class PreparedDecode:
         (sizes,) = page_sizes(queries, pages)
         results = empty_results(q, v.shape[-1])
         made = decode_launch(queries, (pages.k, pages.v, pages.table), work, sizes, results)
-        self._descriptors = sum(made.tensors[name] is not None for name in ("k_desc", "rest_desc"))
+        self._described = sum(made.tensors[name] is not None for name in ("k_desc", "rest_desc"))
         self._launches, self._scale = made.launches, float(work.scale)
         self._decode, self._repair, self._merge, parts = made.launches
         self._out = tuple(results[0].shape), results[0].stride(), q.dtype
         self._lse = tuple(results[1].shape), results[1].stride(), torch.float32
-        # Bytes before partial log-sum-exps and before flags, which follow the partial outputs in one tensor.
-        self._first_lse = -(-parts[0] * 4 // ALIGNMENT) * ALIGNMENT
-        self._first_flag = self._first_lse + -(-parts[1] * 4 // ALIGNMENT) * ALIGNMENT
-        self._floats = self._first_flag // 4 + made.launches.flags
+        # Bytes before what follows the partial outputs in one tensor: partial log-sum-exps, flags, and lse if the caller does not want it.
+        part_bytes = 4 * parts[0], 4 * parts[1], 4 * made.launches.flags
+        self._part_lse, self._flags, self._unused_lse = accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in part_bytes)
+        self._floats = self._unused_lse // 4 + results[1].numel()
         self._index = q.device.index
         # A launch on a stream of `direct_stream` is on the current device.
         self._empty = empty_on_current_device if q.is_cuda else partial(_empty_strided, q.device)
@@ -77,39 +79,43 @@ class PreparedDecode:
         """Whether all kernels were compiled, by a call that was not prepared."""
         return all(one.is_compiled for one in self._launches.all)
 
-    def at(self, pages: PagedKV, ranges: QueryRanges) -> StepDecode:
-        """The call over the sequences of one step. `pages`: of any layer."""
-        return StepDecode(self, pages.table.data_ptr(), ranges.device_ranges.data_ptr())
+    def at(self, pages: PagedKV, ranges: QueryRanges) -> Callable[..., tuple[Tensor, Tensor | None] | None]:
+        """`run` over the sequences of one step. `pages`: of any layer."""
+        return partial(self.run, (pages.table.data_ptr(), ranges.device_ranges.data_ptr()))
 
     def run(
-        self, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], pages: tuple[int, int], step: tuple[int, int], *, captured: bool
-    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        """`StepDecode.__call__`. `step`: the addresses of `at`."""
+        self, step: tuple[int, int], pages: tuple[int, int], new: tuple[int, ...], *, with_lse: bool, captured: bool
+    ) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
+        """(out, lse) of a layer; lse may be None if not with_lse. captured: by a CUDA graph.
+
+        Addresses: `step`, the page table and the sequences' ranges; `pages`, the layer's keys and values; `new`, q, k, v and the sink.
+        None if a profiler watches launches or another device is current.
+        """
         stream = direct_stream(self._index)
         if stream is None:
             return None
-        (q, k, v, sink), (keys, values), (table, ranges) = tensors, pages, step
+        q, k, v, *sinks = new
+        keys, values = pages
         empty = self._empty
-        out, lse = empty(*self._out), empty(*self._lse)
-        q_address = q.data_ptr()
-        # Programs capture no tensors: their places hold q (`launch.pack_captured`).
-        pages_read = q_address, keys, values, *(keys,) * self._descriptors, table, ranges
-        programs = q_address, q_address, self._scale
-        sinks = () if sink is None else (sink.data_ptr(),)
-        read = *pages_read, k.data_ptr(), v.data_ptr()
+        out, lse = empty(*self._out), None
+        pages_read = q, keys, values, *self._described * (keys,), *step
+        programs = q, q, self._scale  # programs capture no tensors: their places hold q (`launch.pack_captured`)
         if self._merge is None:
-            self._decode.launch_on(stream, (*read, out.data_ptr(), lse.data_ptr(), *sinks, *programs))
+            lse = empty(*self._lse)
+            self._decode.launch_on(stream, (*pages_read, k, v, out.data_ptr(), lse.data_ptr(), *sinks, *programs))
         else:
             parts = empty((self._floats,), (1,), torch.float32)
             part_out = parts.data_ptr()
-            part_lse = part_out + self._first_lse
-            if self._repair is None:
-                self._decode.launch_on(stream, (*read, part_out, part_lse, *programs))
-            else:
-                flags = part_out + self._first_flag
-                self._decode.launch_on(stream, (*read, part_out, part_lse, flags, *programs))
-                self._repair.launch_on(stream, (*pages_read, part_out, part_lse, flags, *programs))
-            self._merge.launch_on(stream, (part_out, part_lse, ranges, *sinks, out.data_ptr(), lse.data_ptr()))
+            partial_results: tuple[int, ...] = part_out, part_out + self._part_lse
+            if self._repair is not None:
+                partial_results = *partial_results, part_out + self._flags
+            self._decode.launch_on(stream, (*pages_read, k, v, *partial_results, *programs))
+            if self._repair is not None:
+                self._repair.launch_on(stream, (*pages_read, *partial_results, *programs))
+            if with_lse:
+                lse = empty(*self._lse)
+            lse_address = part_out + self._unused_lse if lse is None else lse.data_ptr()
+            self._merge.launch_on(stream, (*partial_results[:2], step[1], *sinks, out.data_ptr(), lse_address))
         if captured:
             for one in self._launches.all:
                 hold_for_graph(one)
@@ -118,20 +124,3 @@ class PreparedDecode:
 
 def _empty_strided(device: torch.device, size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(size, strides, dtype=dtype, device=device)
-
-
-class StepDecode(NamedTuple):
-    """A prepared call over the sequences of one step: addresses of the page table and of the sequences' ranges."""
-
-    prepared: PreparedDecode
-    table: int
-    ranges: int
-
-    def __call__(
-        self, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], pages: tuple[int, int], *, captured: bool
-    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        """(out, lse) of a layer's q, k, v and sink. `pages`: addresses of its keys and values. captured: by a CUDA graph.
-
-        None if a profiler watches launches or another device is current.
-        """
-        return self.prepared.run(tensors, pages, (self.table, self.ranges), captured=captured)
