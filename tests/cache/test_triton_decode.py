@@ -110,11 +110,14 @@ def test_groups_of_splits_have_the_same_bits(name: str, length: int, group: int,
 
 
 @pytest.mark.parametrize("hidden", [float("nan"), float("inf")])
-def test_hidden_values_of_a_group_change_no_bit(hidden: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reads", [False, True])
+def test_hidden_values_of_a_group_change_no_bit(hidden: float, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    visible = torch.arange(150, device=DEVICE) != 40
+    mask = ls.mask_mod((lambda b, h, q, kv: visible[kv]) if reads else (lambda b, h, q, kv: kv != 40))
     monkeypatch.setattr(decode_call, "GROUP_TOKENS", 128)
     monkeypatch.setattr(decode_call.SplitCounts, "groups_fill", lambda *_: True)
     tokens = random_tokens(1, 150)
-    options: dict[str, Any] = {"page_size": 16, "prefix": 149, "mask": ls.mask_mod(lambda b, h, q, kv: kv != 40)}
+    options: dict[str, Any] = {"page_size": 16, "prefix": 149, "mask": mask}
     expected = decoded(tokens, [0], **options)
     for x in tokens[1:]:
         x[:, :, 40] = hidden

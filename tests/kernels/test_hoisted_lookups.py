@@ -24,6 +24,7 @@ BY_ROW = torch.linspace(-1, 1, 15).view(3, 5)
 LINE = torch.linspace(-2, 2, 57)
 SCALE = torch.tensor(1.25)
 ORDER = torch.tensor([3, 1, 4, 0, 2])
+SMALL = torch.tensor([3, -1, 7, 0, -5, 2, 4], dtype=torch.int8)
 FLAGS = torch.tensor([True, False, True, True, False])
 ROWS, COLUMNS = 8, 16
 
@@ -109,6 +110,10 @@ def test_score_and_gradient_from_hoisted_elements_equal_torch(score: Any) -> Non
     torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), s)[0])
 
 
+def four_places(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return s + SMALL[kv % 7] * LINE[q % 57] - LINE[kv % 57] * SMALL[h] + torch.where(SMALL[kv % 7] > SMALL[q % 3], LINE[(q + kv) % 57], 0.0)
+
+
 def by_score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return s + SLOPES[torch.clamp(s, 0, 4).to(torch.int64)] * LINE[kv % 57]
 
@@ -122,12 +127,12 @@ def test_lookups_that_do_not_depend_on_the_score_are_early() -> None:
     assert ndims(alibi) == [1]
     assert ndims(mixed) == [0, 2, 1]
     assert ndims(chosen) == [1, 1, 1]  # also at an index that is itself read
-    assert ndims(two_places) == []
+    assert ndims(two_places) == [1]
     traced = trace(by_score, "score")
     (early,) = early_options(traced.program, codegen.Options()).hoisted
     assert traced.captured()[early] is LINE
     assert early_function(None, codegen.Options(hoisted=(0,))) is None
-    assert early_function(trace(two_places, "score").program, codegen.Options()) is None
+    assert early_function(trace(within, "score").program, codegen.Options()) is None
 
 
 @triton.jit
@@ -143,7 +148,7 @@ def early_probe(
 
 
 @pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")
-@pytest.mark.parametrize("score", [alibi, twice, mixed, chosen, within, by_score])
+@pytest.mark.parametrize("score", [alibi, twice, mixed, chosen, within, by_score, two_places, four_places])
 def test_score_from_early_lookups_equals_torch(score: Any) -> None:
     """Rows of a tile have different heads, as in decoding."""
     traced = trace(score, "score")

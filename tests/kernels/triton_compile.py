@@ -136,8 +136,8 @@ def compile_decode(target: int, page_size: int, rows: int, *, latent: bool = Fal
         "SCORE": codegen.program_function(program, early), "FOLD": False, "R": 4, "M": rows, "N": tile.n,
         "D": dim, "DP": dim, "E": dim, "EP": dim, "REST": 64 if latent else 0, "RESTP": 64, "SHARED": latent,
         "SAFE_DIM": 128, "TMA": tile.tma, "PRECISION": "tf32", "EARLY": target >= 90, "flags_ptr": None,
-        "GROUPED": rows == 16 and not latent, "DIRECT": rows == 16 and not latent, "EARLY_MASK": False,
-        "LOOKUPS": early_function(program, early),
+        "GROUPED": rows == 16 and not latent, "DIRECT": rows == 16 and not latent, "MASK_LOOKUPS": None,
+        "SCORE_LOOKUPS": early_function(program, early),
     }  # fmt: skip
     kinds: dict[str, Any] = {
         "q_ptr": "*bf16",

@@ -54,8 +54,9 @@ class Options:
 
     `max_position`: upper bound of positions. `fast`: approximate tanh and reciprocals where nothing discontinuous depends on them
     (`exact_values.decisive`), for 16-bit inputs. `big_tables`: a captured tensor has 2³¹ elements or more. `interpreted`: for Triton's
-    interpreter, which has no inline assembly. `hoisted`: captured tensors whose one element in use is in `captured` instead of the
-    pointer (`gpu.hoisted_lookups`). `direct`: lookups go from global memory to registers (`device_library.load_direct`).
+    interpreter, which has no inline assembly. `hoisted`: captured tensors whose elements in use are in `captured` instead of the
+    pointer (`element_places`), `raw`: in the dtype of the tensor. `direct`: lookups go from global memory to registers
+    (`device_library.load_direct`).
     """
 
     max_position: int = SHORT
@@ -63,6 +64,7 @@ class Options:
     big_tables: bool = False
     interpreted: bool = False
     hoisted: tuple[int, ...] = ()
+    raw: bool = False
     direct: bool = False
 
 
@@ -75,6 +77,22 @@ _CHOOSING = frozenset(
     "bitwise_xor bitwise_not __and__ __or__ __xor__ bitwise_right_shift __rshift__".split()
 )
 _UNCONVERTED = ("pow", "full_like")  # calls whose numbers are not converted to the dtype of their operands
+
+
+def element_places(graph: Graph, hoisted: Sequence[int]) -> dict[tuple[int, tuple[Any, ...]], int]:
+    """By captured tensor and indices, the place in `captured` of each element that a program reads of hoisted tensors.
+
+    The first element of a tensor takes the place of the tensor; others follow all tensors. Indices are () for a 0-dim tensor.
+    """
+    tables = {n: i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder" and str(n.target).startswith("captured_"))}
+    places: dict[tuple[int, tuple[Any, ...]], int] = {}
+    for table, number in tables.items():
+        if number in hoisted:
+            reads = [n for n in table.users if op_name(n) == "index" and n.args[0] is table]
+            for indices in dict.fromkeys(tuple(n.args[1]) for n in reads) or [()]:  # type: ignore[arg-type]
+                further = len(tables) + len(places) - len({t for t, _ in places})
+                places[number, indices] = further if any(t == number for t, _ in places) else number
+    return places
 
 
 class Emitter:
@@ -90,6 +108,7 @@ class Emitter:
         self.first_size = [0]
         self._floats: dict[tuple[str, str], str] = {}
         self.given: dict[Node, dict[int, Value]] = {}  # indices of lookups that are known
+        self._elements = element_places(graph, options.hoisted)
         for node in graph.nodes:
             if node.op == "placeholder":
                 self._placeholder(node)
@@ -189,12 +208,19 @@ class Emitter:
 
     def load(self, table: Node, indices: Sequence[Any]) -> Value:
         """The element of a captured tensor at these indices."""
-        place, at = f"captured[{self.captured[table]}]", None
-        dtype = table.meta["val"].dtype
+        number, dtype = self.captured[table], table.meta["val"].dtype
         type = type_of(dtype)
         known: dict[str, Any] = {"type": type, "bound": bound_of(dtype), "nonneg": dtype in (torch.uint8, torch.bool)}
-        if self.captured[table] in self.options.hoisted:
-            return Value(text=place, **known)
+        converted = " != 0" if dtype == torch.bool else "" if str(dtype) == f"torch.{type}" else f".to(tl.{type})"
+        if number in self.options.hoisted:
+            element = f"captured[{self._elements[number, tuple(indices)]}]"
+            return self.let(element + converted, [], **known) if self.options.raw and converted else Value(text=element, **known)
+        text, at = self.load_text(table, indices)
+        return self.let(text + converted, [at] if at else [], **known)
+
+    def load_text(self, table: Node, indices: Sequence[Any]) -> tuple[str, Value | None]:
+        """The load of an element in the dtype of its tensor, and the part of its offset that varies over a tile."""
+        place, at = f"captured[{self.captured[table]}]", None
         values = [self.value(i) for i in indices]
         # Leading indices that are uniform over a tile are added to the pointer, the others as unsigned offsets: two instructions fewer
         # per element.
@@ -206,9 +232,7 @@ class Emitter:
         if values:
             at = self.offset(table, values, first=len(indices) - len(values))
             place += f" + {at.text}" + ("" if self.options.big_tables else ".to(tl.uint32).to(tl.int64)")
-        text = f"{'load_direct' if self.options.direct and indices else 'tl.load'}({place})"
-        text += " != 0" if dtype == torch.bool else "" if str(dtype) == f"torch.{type}" else f".to(tl.{type})"
-        return self.let(text, [at] if at else [], **known)
+        return f"{'load_direct' if self.options.direct and indices else 'tl.load'}({place})", at
 
     def as_tile(self, value: Value, like: str) -> str:
         text = self.text(value if value.literal is None else self.hold(materialized(value)), "float32")

@@ -1,7 +1,7 @@
-"""Lookups of a score mod made before the scores are ready, so that their latency overlaps with the computation of the scores.
+"""Lookups of a mod made before the scores are ready, so that their latency overlaps with the computation of the scores.
 
 uniform: depend on batch row and head only (an ALiBi slope, a learned temperature): loaded once, before the loop over tiles.
-early: depend on anything but the score (a bias per head and key): loaded one tile ahead by the decode kernel.
+early: depend on anything but the score (a bias per head and key, a mask's document numbers): loaded one tile ahead by the decode kernel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from longspan._kernels.gpu.codegen import ByKey, Emitter, JointByKey, Options, function_source, loaded
+from longspan._kernels.gpu.codegen import ByKey, Emitter, JointByKey, Options, element_places, function_source, loaded
 from longspan._kernels.gpu.lookup_bounds import behind
 from longspan._masks.joint import Joint
 from longspan._masks.program import Program, op_name
@@ -46,14 +46,13 @@ def _following(graph: Graph, inputs: Sequence[str]) -> set[Node]:
 
 
 @lru_cache(maxsize=1024)
-def _hoisted(keyed: JointByKey, inputs: Sequence[str]) -> tuple[int, ...]:
-    """The captured tensors that a program and its gradient read at one place, which depends on these inputs alone."""
+def _hoisted(keyed: JointByKey, inputs: Sequence[str], max_places: int | None = None) -> tuple[int, ...]:
+    """The captured tensors that a program and its gradient read at so many places at most, which depend on these inputs alone."""
     graphs = [keyed.program.graph, *([] if keyed.joint is None else [keyed.joint.graph])]
     tables = []
     for i in _lookups(graphs[0]):
-        # A tensor with lookups at two places stays a pointer.
-        one_place = all(len(set(_lookups(g)[i])) <= 1 for g in graphs)
-        if one_place and _lookups(graphs[0])[i] and all(_reads_follow(g, i, inputs) for g in graphs):
+        few = max_places is None or all(len(set(_lookups(g)[i])) <= max_places for g in graphs)
+        if few and _lookups(graphs[0])[i] and all(_reads_follow(g, i, inputs) for g in graphs):
             tables.append(i)
     return tuple(tables)
 
@@ -67,27 +66,32 @@ def hoisted_options(program: Program | None, joint: Joint | None, options: Optio
     """The options with which a program and its gradient read uniform lookups from their arguments (`uniform_function`)."""
     if program is None or program.kind != "score":
         return options
-    return replace(options, hoisted=_hoisted(JointByKey(program, joint), _UNIFORM))
+    # A tensor with lookups at two places stays a pointer: a gradient may read one of them only.
+    return replace(options, hoisted=_hoisted(JointByKey(program, joint), _UNIFORM, 1))
 
 
 def early_options(program: Program | None, options: Options) -> Options:
-    """The options with which a score mod reads early lookups from its arguments (`early_function`)."""
-    return options if program is None else replace(options, hoisted=_hoisted(JointByKey(program, None), _EARLY))
+    """The options with which a mod reads early lookups from its arguments (`early_function`), and converts them where it uses them: a
+    conversion a tile ahead would wait for the element.
+    """
+    return options if program is None else replace(options, hoisted=_hoisted(JointByKey(program, None), _EARLY), raw=True)
 
 
 @lru_cache(maxsize=1024)
 def _lookup_function(keyed: ByKey, options: Options, name: str, inputs: Sequence[str]) -> Any:
     emitter = Emitter(keyed.program.graph, replace(options, hoisted=()))
-    tables, lookups = list(emitter.captured), _lookups(keyed.program.graph)
-    loads = {i: [x for x in lookups[i][0] if isinstance(x, Node)] for i in options.hoisted}
-    emitter.run(behind([n for nodes in loads.values() for n in nodes]))
-    values = [emitter.load(table, lookups[i][0]).text if i in options.hoisted else f"captured[{i}]" for i, table in enumerate(tables)]
+    tables, elements = list(emitter.captured), element_places(keyed.program.graph, options.hoisted)
+    emitter.run(behind([x for _, indices in elements for x in indices if isinstance(x, Node)]))
+    loads = {}
+    for (i, indices), place in elements.items():
+        loads[place] = emitter.load_text(tables[i], indices)[0] if options.raw else emitter.load(tables[i], indices).text
+    values = [loads.get(i, f"captured[{i}]") for i in range(max(len(tables), *(i + 1 for i in loads)))]
     parameters = ", ".join([*(x for x in inputs if x != "captured"), "captured", "sizes"])
     return loaded(function_source(f"{name}_{keyed.program.key[:12]}", parameters, [*emitter.lines, f"return ({', '.join(values)},)"]))
 
 
 def uniform_function(program: Program | None, options: Options) -> Any:
-    """f(b, h, captured, sizes) → `captured` with the hoisted tensors replaced by the elements that the program reads; None without any."""
+    """f(b, h, captured, sizes) → `captured` with the elements that the program reads in place of hoisted tensors; None without any."""
     return None if program is None or not options.hoisted else _lookup_function(ByKey(program), options, "uniform", _UNIFORM)
 
 

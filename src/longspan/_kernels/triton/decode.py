@@ -91,6 +91,15 @@ def visible_keys(n, h, q_pos, kv, end, length, mask_captured, mask_sizes, MASK: 
 
 
 @triton.jit
+def look_up(n, h, q_pos, kv, length, captured, sizes, LOOKUPS: tl.constexpr):
+    """The captured tensors, or the elements for keys kv [N] that LOOKUPS reads of them (`gpu.hoisted_lookups`)."""
+    if LOOKUPS is None:
+        return captured
+    else:
+        return LOOKUPS(n, h, q_pos, tl.minimum(kv, length - 1)[None, :], captured, sizes)
+
+
+@triton.jit
 def load_described(desc, page, n, g, at, column, PAGE: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr):
     """Elements column … column + DIM − 1 of the N keys from `at` on, by TMA: [N, DIM]. The keys are in one page, or PAGE is 0.
 
@@ -136,14 +145,15 @@ def attend_keys(
     scale, mask_captured, mask_sizes, score_captured, score_sizes, tokens,
     MASK: tl.constexpr, SCORE: tl.constexpr, PAGE: tl.constexpr, FOLD: tl.constexpr, SAFE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr,
-    SHARED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, GROUPED: tl.constexpr, LOOKUPS: tl.constexpr,
-    EARLY_MASK: tl.constexpr,
+    SHARED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, GROUPED: tl.constexpr, SCORE_LOOKUPS: tl.constexpr,
+    MASK_LOOKUPS: tl.constexpr,
 ):  # fmt: skip
     """(acc, total, m) of q [M, DP] over the keys begin … end − 1, as in `triton.forward`. SAFE: non-finite values count as 0. GROUPED: the
     keys are splits of `tokens` keys, whose results are merged one after the other.
 
     REST: keys have REST elements more than D, whose queries are q_rest [M, RESTP]. SHARED: values are the first D elements of keys, and a
-    tile in shared memory is both. TMA: keys come from the descriptors `k_desc` and `rest_desc`. LOOKUPS, EARLY_MASK: of `decode_kernel`.
+    tile in shared memory is both. TMA: keys come from the descriptors `k_desc` and `rest_desc`. SCORE_LOOKUPS, MASK_LOOKUPS: of
+    `decode_kernel`; those of a tile are made one step before, so that the rest of that step and the wait for keys hide their latency.
     """
     m = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -152,11 +162,8 @@ def attend_keys(
         group_m, group_total, group_acc = m, total, acc
     d, e = tl.arange(0, DP), tl.arange(0, EP)
     kv = begin + tl.arange(0, N)
-    looked_up = score_captured
-    if LOOKUPS is not None:
-        looked_up = LOOKUPS(n, h, q_pos, tl.minimum(kv, length - 1)[None, :], score_captured, score_sizes)
-    if EARLY_MASK:
-        seen = visible_keys(n, h, q_pos, kv, end, length, mask_captured, mask_sizes, MASK)
+    score_read = look_up(n, h, q_pos, kv, length, score_captured, score_sizes, SCORE_LOOKUPS)
+    mask_read = look_up(n, h, q_pos, kv, length, mask_captured, mask_sizes, MASK_LOOKUPS)
     for at in tl.range(begin, end, N, num_stages=1 if SAFE else None):
         kv = at + tl.arange(0, N)
         valid = kv < end
@@ -177,14 +184,12 @@ def attend_keys(
         if not FOLD:
             s *= scale
         if SCORE is not None:
-            s = SCORE(s, n, h, q_pos, tl.minimum(kv, length - 1)[None, :], looked_up, score_sizes)
-            if LOOKUPS is not None:  # of the next tile, whose latency the rest of this step and the wait for the next keys hide
-                looked_up = LOOKUPS(n, h, q_pos, tl.minimum(kv + N, length - 1)[None, :], score_captured, score_sizes)
-        if not EARLY_MASK:
-            seen = visible_keys(n, h, q_pos, kv, end, length, mask_captured, mask_sizes, MASK)
-        s = tl.where(seen, s, float("-inf"))
-        if EARLY_MASK:
-            seen = visible_keys(n, h, q_pos, kv + N, end, length, mask_captured, mask_sizes, MASK)
+            s = SCORE(s, n, h, q_pos, tl.minimum(kv, length - 1)[None, :], score_read, score_sizes)
+            if SCORE_LOOKUPS is not None:
+                score_read = look_up(n, h, q_pos, kv + N, length, score_captured, score_sizes, SCORE_LOOKUPS)
+        s = tl.where(visible_keys(n, h, q_pos, kv, end, length, mask_read, mask_sizes, MASK), s, float("-inf"))
+        if MASK_LOOKUPS is not None:
+            mask_read = look_up(n, h, q_pos, kv + N, length, mask_captured, mask_sizes, MASK_LOOKUPS)
         factor = scale * LOG2_E if FOLD else LOG2_E
         m_new = tl.maximum(m, tl.max(s, 1) * factor)
         base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: −inf − −inf would be NaN
@@ -216,6 +221,7 @@ def attend_keys(
 def count_values(
     sign, n, h, q_pos, begin, end, length, v_base, v_stride, value_dim, table_row, table_ptr, mask_captured, mask_sizes,
     MASK: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr,
+    MASK_LOOKUPS: tl.constexpr,
 ):  # fmt: skip
     """Number of visible values [M, EP] that are sign · inf or NaN (`count_nonfinite`)."""
     count = tl.zeros([M, EP], tl.float32)
@@ -225,7 +231,8 @@ def count_values(
         valid = kv < end
         v_rows = key_rows(v_base, load_page(table_ptr, table_row, at, kv, end, PAGE, N), kv, v_stride, PAGE)
         v = tl.load(v_rows[:, None] + e[None, :] * v_stride[3], mask=valid[:, None] & (e < value_dim)[None, :], other=0.0)
-        seen = visible_keys(n, h, q_pos, kv, end, length, mask_captured, mask_sizes, MASK) & (tl.arange(0, M)[:, None] < M)
+        mask_read = look_up(n, h, q_pos, kv, length, mask_captured, mask_sizes, MASK_LOOKUPS)
+        seen = visible_keys(n, h, q_pos, kv, end, length, mask_read, mask_sizes, MASK) & (tl.arange(0, M)[:, None] < M)
         count = count_nonfinite(count, seen, v, sign, PRECISION)
     return count
 
@@ -262,15 +269,15 @@ def decode_kernel(
     R: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr,
     SAFE_DIM: tl.constexpr, SHARED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
-    GROUPED: tl.constexpr, DIRECT: tl.constexpr, LOOKUPS: tl.constexpr, EARLY_MASK: tl.constexpr,
+    GROUPED: tl.constexpr, DIRECT: tl.constexpr, SCORE_LOOKUPS: tl.constexpr, MASK_LOOKUPS: tl.constexpr,
 ):  # fmt: skip
     """A partial out [M, E] and log-sum-exp [M] of one split, or of a group of splits if GROUPED. DIRECT: sequences have one each, and
     part_out_ptr and part_lse_ptr are those of the results, with sinks; else sink_ptr is None.
 
     WINDOW: keys before q − WINDOW + 1 are hidden; None: no window. k_new_ptr, v_new_ptr: new tokens, which every CTA writes that reads
     them; None: they were written before. EARLY: merge_kernel starts while this kernel runs. flags_ptr: int32 [CTAs, 2]; splits with a flag
-    that is not 0 are computed (`gpu.split_kernel`); None: all are. LOOKUPS: the function that makes what SCORE reads of captured tensors
-    (`gpu.hoisted_lookups`), or None. EARLY_MASK: the mask reads tensors, and is evaluated before the scores are there.
+    that is not 0 are computed (`gpu.split_kernel`); None: all are. SCORE_LOOKUPS, MASK_LOOKUPS: the functions that make what SCORE and
+    MASK read of captured tensors (`gpu.hoisted_lookups`), or None: these read the tensors.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -321,7 +328,7 @@ def decode_kernel(
             q, q_rest, n, g, h, q_pos, begin, end, length, k_desc, rest_desc, k_base, v_base, k_stride, v_stride, E, table_row,
             table_ptr, scale, mask_captured, mask_sizes, score_captured, score_sizes, tokens,
             MASK, SCORE, PAGE, FOLD, False, M, N, D, DP, EP, REST, RESTP, SHARED, TMA, PRECISION, GROUPED,
-            LOOKUPS, EARLY_MASK,
+            SCORE_LOOKUPS, MASK_LOOKUPS,
         )  # fmt: skip
         if DIRECT:
             n64 = wide(0) if RAGGED else wide(n)
@@ -346,12 +353,12 @@ def decode_kernel(
                         q, q_rest, n, g, h, q_pos, lo, hi, length, None, None, k_base, v_part, k_stride, v_stride, E - column,
                         table_row, table_ptr, scale, mask_captured, mask_sizes, score_captured, score_sizes, tokens,
                         MASK, SCORE, PAGE, FOLD, True, M, N, D, DP, SAFE_DIM, REST, RESTP, SHARED, False, PRECISION, False,
-                        LOOKUPS, EARLY_MASK,
+                        SCORE_LOOKUPS, MASK_LOOKUPS,
                     )  # fmt: skip
                     for sign in tl.range(-1, 2, 2, num_stages=1):
                         nonfinite = count_values(
                             sign, n, h, q_pos, lo, hi, length, v_part, v_stride, E - column, table_row, table_ptr,
-                            mask_captured, mask_sizes, MASK, PAGE, M, N, SAFE_DIM, PRECISION,
+                            mask_captured, mask_sizes, MASK, PAGE, M, N, SAFE_DIM, PRECISION, MASK_LOOKUPS,
                         )  # fmt: skip
                         part = tl.where(nonfinite > 0.0, part + sign * float("inf"), part)
                     if GROUPED:

@@ -396,10 +396,10 @@ def _make_launches(
     rest = d - e if sizes.shared else 0
     tile = _tile(q, k, v, sizes)
     options = _options(work, q.dtype, sizes.longest)
-    score_options = options
+    mask_options = score_options = options
     if sizes.by is None:
         options = replace(options, direct=not interpreted() and torch.version.hip is None)
-        score_options = early_options(work.score, options)
+        mask_options, score_options = early_options(work.mask, options), early_options(work.score, options)
     k_new = tensors["k_new_ptr"]
     cta_group, cta_groups = sizes.taken if sizes.taken[0] and tensors["flags_ptr"] is None else (0, splits)
     early = _is_hopper_or_later(q.device)
@@ -416,8 +416,8 @@ def _make_launches(
         "row_tiles": _row_tiles(q, k, sizes), "width": 0 if table is None else table.shape[1], "PAGE": page_size,
         "new_len": 1 if k_new is None else k_new.shape[2], "cta_group": cta_group, "cta_groups": cta_groups,
         "mask_sizes": launch.pack_sizes(work.mask_captured), "score_sizes": launch.pack_sizes(work.score_captured),
-        "MASK": launch.function(work.mask, options), "SCORE": launch.function(work.score, score_options),
-        "LOOKUPS": early_function(work.score, score_options), "EARLY_MASK": sizes.by is None and bool(work.mask_captured),
+        "MASK": launch.function(work.mask, mask_options), "MASK_LOOKUPS": early_function(work.mask, mask_options),
+        "SCORE": launch.function(work.score, score_options), "SCORE_LOOKUPS": early_function(work.score, score_options),
         "FOLD": work.score is None and work.scale > 0,
         "PRECISION": "ieee" if q.dtype == torch.float32 and not tf32_allowed() else "tf32", "DIRECT": sizes.direct,
         **{f"{name}_stride": stride_of(tensors[f"{name}_ptr"] if sizes.direct else None) for name in ("out", "lse")},
