@@ -135,6 +135,10 @@ def test_hidden_values_of_a_group_change_no_bit(hidden: float, reads: bool, monk
         ([8192] * 64, True),
         ([2**20], False),
         ([5000 + 100 * i for i in range(24)], False),
+        ([4096] * 20, True),
+        ([4096] * 12, False),
+        ([1024] * 16, True),
+        ([1024] * 8, False),
     ],
 )
 def test_a_cta_computes_a_group_where_groups_fill_the_device(lengths: list[int], fill: bool) -> None:
@@ -157,6 +161,11 @@ def test_a_cta_computes_a_group_where_groups_fill_the_device(lengths: list[int],
 def test_a_cta_of_latent_kv_takes_several_splits_where_that_ends_first(lengths: list[int], tiles: int, group: int) -> None:
     rule = decode_call.SplitRule(256, 1024, 16 if tiles == 2 else 4)
     assert rule.cta_group(rule.counts(lengths), max(lengths), tiles, 132) == group
+
+
+def test_groups_of_programs_that_read_tensors_need_two_ctas_per_sm() -> None:
+    rule = decode_call.SplitRule(256, 0, 32, 4096)
+    assert [rule.counts([4096] * n).groups_fill(8, 132, 2) for n in (12, 20, 29, 30, 33)] == [False, False, False, True, True]
 
 
 def test_new_tokens_that_no_query_sees_are_written() -> None:

@@ -26,7 +26,7 @@ from longspan._kernels.triton.decode import decode_kernel, write_kernel
 from longspan._kernels.triton.decode_launch import FLAGS, FLOATS, LaunchShape, prepared_for, stride_of
 from longspan._kernels.triton.decode_merge import merge_kernel
 from longspan._kernels.triton.decode_tile import DecodeTile, choose_tile, tile_rows
-from longspan._kernels.triton.split_rule import SplitCounts, SplitRule
+from longspan._kernels.triton.split_rule import RESIDENT, SplitCounts, SplitRule
 
 SMALLEST_SPLIT = 256  # a multiple of every `DecodeTile.n`, and a power of two
 GROUP_TOKENS = 4096  # of splits that one CTA may compute: 32 sequences of so many tokens, 8 KV heads, are 256 groups for 132 SMs
@@ -133,13 +133,13 @@ def attend_pages(queries: Queries, pages: PagedKV, work: PagedWork) -> tuple[Ten
     q = queries.q
     kv = computable(pages.k), computable(pages.v)
     out, lse = empty_results(q, kv[1].shape[-1])
-    for sizes in page_sizes(queries, pages):
+    for sizes in page_sizes(queries, pages, reads=_reads_tensors(work)):
         decode_launch(queries, (*kv, pages.table), work, sizes, (out, lse)).run()
     return out.to(q.dtype), lse
 
 
-def page_sizes(queries: Queries, pages: PagedKV) -> list[DecodeSizes]:
-    """The sizes of each launch of `attend_pages`."""
+def page_sizes(queries: Queries, pages: PagedKV, *, reads: bool = False) -> list[DecodeSizes]:
+    """The sizes of each launch of `attend_pages`. reads: programs read tensors."""
     q, ranges = queries.q, queries.ranges
     assert ranges is not None
     heads, kv_heads = q.shape[1], pages.k.shape[1]
@@ -156,7 +156,8 @@ def page_sizes(queries: Queries, pages: PagedKV) -> list[DecodeSizes]:
         if ranges.longest is not None:  # a captured launch: sequences may grow to that length
             longest = max(longest, ranges.longest)
             split = rule.largest_counts(longest, len(lengths))
-        grouped = _takes_groups(q, kv_heads, m, pages.v.shape[-1], max(counts), split)
+        needed = RESIDENT if reads or ranges.longest is not None else 1
+        grouped = _takes_groups(q, kv_heads, m, pages.v.shape[-1], max(counts), split, needed)
         splits = split.groups if grouped else split.splits
         # Rounded up: of a thousand decoded tokens, only a few then need a new launch. CTAs without a split end at once.
         unit = 1 << max(0, splits.bit_length() - 3)
@@ -186,7 +187,8 @@ def _contiguous_launch(q: Tensor, k: Tensor, v: Tensor, work: PagedWork, results
     rule = split_rule(k.shape[1], shared=False)
     split = rule.counts([k.shape[2]])
     every = split._replace(all_groups=q.shape[0] * split.groups, tokens=q.shape[0] * k.shape[2])
-    grouped = _takes_groups(q, k.shape[1], rows, v.shape[-1], q.shape[2], every)
+    needed = RESIDENT if _reads_tensors(work) else 1
+    grouped = _takes_groups(q, k.shape[1], rows, v.shape[-1], q.shape[2], every, needed)
     sizes = DecodeSizes(
         sequences=q.shape[0], queries=(q.shape[2], q.shape[2]), longest=k.shape[2], splits=split.groups if grouped else split.splits,
         tile_rows=rows, rule=rule, joined=1 if grouped else split.joined, groups=split.groups, grouped=grouped,
@@ -194,10 +196,18 @@ def _contiguous_launch(q: Tensor, k: Tensor, v: Tensor, work: PagedWork, results
     return decode_launch(Queries(q, None, False), (k, v, None), work, sizes, results)
 
 
-def _takes_groups(q: Tensor, kv_heads: int, rows: int, dim: int, queries: int, split: SplitCounts) -> bool:
-    """Whether a CTA computes a group of splits. Registers then hold the results of a group beside those of a split, rows × dim each."""
+def _reads_tensors(work: PagedWork) -> bool:
+    """Whether programs read tensors: a CTA that waits for these does not take the bandwidth of its SM alone."""
+    return bool(work.mask_captured or work.score_captured)
+
+
+def _takes_groups(q: Tensor, kv_heads: int, rows: int, dim: int, queries: int, split: SplitCounts, needed: int) -> bool:
+    """Whether a CTA computes a group of splits. Registers then hold the results of a group beside those of a split, rows × dim each.
+
+    needed: of `SplitCounts.groups_fill`.
+    """
     tiles = -(-queries * (q.shape[1] // kv_heads) // rows) * kv_heads
-    return rows * launch.padded(dim) <= _GROUPED_RESULTS and split.groups_fill(tiles, sm_count(q.device))
+    return rows * launch.padded(dim) <= _GROUPED_RESULTS and split.groups_fill(tiles, sm_count(q.device), needed)
 
 
 class DecodeForward:

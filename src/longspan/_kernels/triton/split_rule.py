@@ -91,8 +91,8 @@ class SplitCounts(NamedTuple):
     tokens: int
     sequences: int
 
-    def groups_fill(self, tiles: int, sms: int) -> bool:
-        """Whether one CTA per group fills a device. tiles: of query rows, of all KV heads.
+    def groups_fill(self, tiles: int, sms: int, needed: int = 1) -> bool:
+        """Whether one CTA per group fills a device. tiles: of query rows, of all KV heads. needed: CTAs per SM for the memory's bandwidth.
 
         In one wave, the CTAs of the largest group end last. In several, CTAs start as others end, and the device is half idle while the
         last ones run: on average for half the time of a group.
@@ -100,5 +100,5 @@ class SplitCounts(NamedTuple):
         if self.joined == 1:
             return False
         slots, tokens = RESIDENT * sms, tiles * self.tokens
-        taken = slots * self.largest if tiles * self.all_groups <= slots else tokens + slots * self.largest // 4
+        taken = needed * sms * self.largest if tiles * self.all_groups <= slots else tokens + slots * self.largest // 4
         return tokens >= _FULL * taken
