@@ -173,7 +173,9 @@ def draw_mask(case: Case, rng: Random) -> None:
         case["mask"] = None
         return
     mask = _leaf(case, rng)
-    for _ in range(rng.choices((0, 1, 2, 3), (45, 35, 15, 5))[0]):
+    # Blocks are mostly alone: combined with other masks, they are rarely constant inside tiles.
+    others = (85, 10, 4, 1) if mask.get("name", "").startswith("blocks") else (45, 35, 15, 5)
+    for _ in range(rng.choices((0, 1, 2, 3), others)[0]):
         other = _leaf(case, rng)
         if rng.random() < 0.2:
             other = {"op": "not", "args": [other]}

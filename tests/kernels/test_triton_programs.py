@@ -77,6 +77,7 @@ OPERATIONS: dict[str, Mod] = {
     "conversions": lambda s, b, h, q, kv: torch.round(s).to(torch.bfloat16).float() + s.int() + (q == kv).float() + torch.tensor(2.5),
     "fused": lambda s, b, h, q, kv: torch.lerp(s, -s, 0.25) + torch.addcmul(s, s, s, value=2) + torch.rsub(s, 3, alpha=2),
     "constant": lambda s, b, h, q, kv: torch.zeros_like(s) + 3.0,
+    "constant_infinity": lambda s, b, h, q, kv: torch.full_like(s, -torch.inf),
 }
 
 
