@@ -398,3 +398,10 @@ def test_no_grad_in_a_score_mod_stops_the_gradient() -> None:
     (want,) = torch.autograd.grad(fn(q), q)
     (got,) = torch.autograd.grad(torch.compile(fn, fullgraph=True, backend="aot_eager")(q), q)
     torch.testing.assert_close(got, want)
+
+
+def test_a_mod_that_reads_a_captured_number_raises_in_a_compiled_call() -> None:
+    window, q = torch.tensor(3), torch.randn(1, 1, 9, 16)
+    compiled = torch.compile(lambda x: ls.attention(x, x, x, mask=lambda b, h, i, j: i - j < int(window)), backend="aot_eager")
+    with pytest.raises(RuntimeError, match="a graph break in a mod"):
+        compiled(q)

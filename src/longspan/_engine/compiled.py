@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from longspan._engine.attention import AttendOptions
     from longspan._masks.selected import Selected
 
+_GRAPH_BREAK = (
+    "longspan.attention under torch.compile: a graph break in a mod, whose reason torch has logged (fullgraph=True raises it). A mod must "
+    "not read the value of a tensor in Python, as int() and .item() do: keep the value in a tensor, or call the attention uncompiled"
+)
 _SCALARS = ("score", "b", "h", "q", "kv")
 
 
@@ -126,6 +130,8 @@ class _AttendHop(BaseHOP):
         heads_per_choice: int,
     ) -> tuple[Tensor, ...]:
         has_selection = granularity > 0
+        if not isinstance(subgraph, GraphModule):
+            raise RuntimeError(_GRAPH_BREAK)
         if is_invariant():
             raise NotImplementedError("longspan.invariant() does not support torch.compile; call the attention uncompiled")
         if kernel != "dense":
