@@ -67,6 +67,11 @@ def test_only_short_items_of_128_dims_have_one_main_loop() -> None:
     assert not config.takes_one_loop(128, 128, float("nan"))  # the mean of an empty table
 
 
+def test_only_long_items_compute_dq_one_step_late() -> None:
+    assert config.takes_late_dq(16.5) and not config.takes_late_dq(8.5)
+    assert not config.takes_late_dq(float("nan"))  # the mean of an empty table
+
+
 @pytest.mark.parametrize("e", [64, 128])
 def test_tiles_of_the_backward_kernel_with_keys_in_two_parts_fit_into_shared_memory(e: int) -> None:
     tiles = config.dkv_config(192, with_dq=True, plain=True)

@@ -44,8 +44,8 @@ the same step, and fewer registers are in use at once. Step i then:
   q, norm i + 1 ──q_full──►   ‖ wait for the queries of step i + 1 while dK is computed                ◄──dq_empty──
 
 On an H200 at head dim 128, PREFETCH takes 3 to 7 % less time with a score mod, and 3 to 6 % more without one. At head dims up to 64,
-without a score mod and isolation, a step has 128 queries (`hopper.dkv_halves`). Keys with head dims of 129 to 192 are in two parts, and P
-is in shared memory too (`hopper.dkv_parts`).
+without a score mod and isolation, a step has 128 queries (`hopper.dkv_halves`, `hopper.dkv_late`). Keys with head dims of 129 to 192 are
+in two parts, and P is in shared memory too (`hopper.dkv_parts`).
 With isolation, the producer warp may change tiles in shared memory before it signals that they are full (`hopper.isolation`).
 Without dQ (`hopper.backward_dq` computes it then), there are only the producer warp and the compute warp groups, with PREFETCH.
 """
@@ -62,6 +62,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from longspan._kernels.hopper.dkv_halves import compute_halves
+from longspan._kernels.hopper.dkv_late import compute_late
 from longspan._kernels.hopper.dkv_math import release_step_before, stage_dq, stage_no_dq, step_probabilities, store_kv_grad, sync_groups
 from longspan._kernels.hopper.dkv_parts import compute_parts
 from longspan._kernels.hopper.dkv_producer import (
@@ -305,14 +306,19 @@ def _compute_group(
     dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s, ds_s, dq_s, buffers, item_s, item_bars, bars,
     ds_bars, dq_bars,
     GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, SCALE_DQ: gl.constexpr,
-    PREFETCH: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
-    STAGES: gl.constexpr, DS: gl.constexpr, votes,
+    PREFETCH: gl.constexpr, LATE: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr,
+    E: gl.constexpr, EP: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr, votes,
 ):  # fmt: skip
     """A compute warp group, with dQ. k_s, v_s: `Parts`."""
     if D_TAIL > 0:
         compute_parts(
             dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s.main, ds_s, dq_s, buffers, item_s, item_bars,
             bars, dq_bars, GROUP, MASK, SCALE_DQ, BM, D, DP, D_TAIL, E, EP, STAGES, DS, votes,
+        )  # fmt: skip
+    elif BM == 128 and LATE:
+        compute_late(
+            dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, ds_s, dq_s, buffers, item_s,
+            item_bars, bars, dq_bars, GROUP, MASK, SCALE_DQ, D, DP, E, EP, STAGES, DS, votes,
         )  # fmt: skip
     elif BM == 128:
         compute_halves(
@@ -395,7 +401,7 @@ def dkv_kernel(
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     SCALE_DQ: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
     BM: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr, REGISTERS: gl.constexpr, Q_TILE: gl.constexpr, KV_TILE: gl.constexpr,
-    BY_TILE: gl.constexpr, MERGED: gl.constexpr,
+    BY_TILE: gl.constexpr, MERGED: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of key tiles, each summed over `shared` query heads, and dQ added to dq_ptr (float32) if it is not None.
 
@@ -408,7 +414,7 @@ def dkv_kernel(
     counter: one int32, 0. DS: buffers of dS. heavy_rows: key tiles of `order` whose items come first, of all heads.
     Q_TILE, KV_TILE: queries and keys of a tile of the block table.
     semaphores: int32 zeros, one per step of each head, if dQ is accumulated in a fixed order (`hopper.dq_order`), or None.
-    MERGED: as in `dkv_producer.produce`. together: as in `DqOrderArgs`.
+    LATE: dQ of steps of 128 queries as in `hopper.dkv_late`. MERGED: as in `dkv_producer.produce`. together: as in `DqOrderArgs`.
     """
     # The dQ warps still read a step's record when the producer is STAGES + 3 steps ahead.
     gl.static_assert(STAGES + 3 < STEP_SLOTS, "a step's record must live until its dQ is added")
@@ -450,12 +456,12 @@ def dkv_kernel(
             (_compute_group, (
                 dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s, ds_s, tile_2d(dq_s, 0),
                 buffers, item_s, item_bars, bars, ds_bars, BufferBarriers(dq_full.index(0), dq_empty.index(0)),
-                0, MASK, SCORE, JOINT, UNIFORM, SCALE_DQ, PREFETCH, BM, D, DP, D_TAIL, E, EP, STAGES, DS, votes,
+                0, MASK, SCORE, JOINT, UNIFORM, SCALE_DQ, PREFETCH, LATE, BM, D, DP, D_TAIL, E, EP, STAGES, DS, votes,
             )),
             (_compute_group, (
                 dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s, ds_s, tile_2d(dq_s, 1),
                 buffers, item_s, item_bars, bars, ds_bars, BufferBarriers(dq_full.index(1), dq_empty.index(1)),
-                1, MASK, SCORE, JOINT, UNIFORM, SCALE_DQ, PREFETCH, BM, D, DP, D_TAIL, E, EP, STAGES, DS, votes,
+                1, MASK, SCORE, JOINT, UNIFORM, SCALE_DQ, PREFETCH, LATE, BM, D, DP, D_TAIL, E, EP, STAGES, DS, votes,
             )),
             (produce, (
                 counter, items, q, keys, values, do, norm_ptr, delta_ptr, order, full, partial,

@@ -1,4 +1,4 @@
-"""The compute warp groups of the dK/dV kernel at head dims up to 64, without a score mod.
+"""The compute warp groups of the dK/dV kernel at head dims up to 64, without a score mod. Long items: `hopper.dkv_late`.
 
 A step has 128 queries in two halves, a and b. The tensor cores compute one half while the warp group computes exponentials of the other.
 Time runs downwards; step i of an item:
@@ -53,7 +53,7 @@ HALF = gl.constexpr(64)  # queries
 
 
 @gluon.jit
-def _half(
+def half_step(
     s, dp_next, norm_s, delta_s, record, steps, kind, b, first_h, kv_pos, kv_left, scale, captured,
     INDEX: gl.constexpr, PENDING: gl.constexpr, GROUP: gl.constexpr, MASK: gl.constexpr, dtype: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
@@ -121,7 +121,7 @@ def compute_halves(
                 give_turn(GROUP)
             release_step_before(it, start, bars, STAGES)
             s_a = warpgroup_mma_wait(2, deps=[s_a_next])
-            p_a, ds_a = _half(
+            p_a, ds_a = half_step(
                 s_a, dp_a_next, norm_s, delta_s, record, steps, kind, b + first_b, first_h, kv_pos, kv_left, scale, captured,
                 0, 1, GROUP, MASK, dtype, st_l,
             )  # fmt: skip
@@ -130,7 +130,7 @@ def compute_halves(
             dk_next = warpgroup_mma(gl.convert_layout(ds_a, weights), q_a, dk, is_async=True)
             ds_own.slice(0, HALF, dim=1).store(ds_a)
             s_b = warpgroup_mma_wait(3, deps=[s_b_next])
-            p_b, ds_b = _half(
+            p_b, ds_b = half_step(
                 s_b, dp_b_next, norm_s, delta_s, record, steps, kind, b + first_b, first_h, kv_pos, kv_left, scale, captured,
                 1, 2, GROUP, MASK, dtype, st_l,
             )  # fmt: skip

@@ -34,6 +34,7 @@ from longspan._kernels.hopper.config import (
     forward_three_config,
     half_dkv_config,
     head_dim_parts,
+    takes_late_dq,
     takes_one_loop,
     takes_three_groups,
     takes_turns,
@@ -317,7 +318,10 @@ class HopperCall(LaunchCall):
         if one.name == "dkdv":
             more |= {"BM": config.m, "DS": 4 if d <= 64 and config.m == 64 else 2, "DO_STAGES": config.second_stages}
             more |= {"Q_TILE": min(128, self.work.q_tiles.block), "KV_TILE": min(128, self.work.kv_tiles.block)}
-            more["heavy_rows"] = 0 if known["ordered"] else outlier_rows(self.work.table.nominal.transposed)
+            tables = self.work.table.nominal.transposed
+            more["heavy_rows"] = 0 if known["ordered"] else outlier_rows(tables)
+            item_steps = float(tables.tiles_per_row.double().mean()) * shared["shared"]
+            more["LATE"] = config.m == 128 and dq is not None and not self.work.invariant and takes_late_dq(item_steps)
             more |= dict.fromkeys(("dq_order_ptr", "dq_order_legs", "dq_order_before")) | {"semaphores_per_head": 0}
             by_keys = self.work.table.transposed if known["ordered"] or self.work.invariant else None
             more |= {"MERGED": by_keys is not None, "together": 1 if by_keys is None else heads_of_tables(by_keys, shared["shared"])}

@@ -1,6 +1,8 @@
-"""Turns of two or three warp groups at the tensor cores: while one starts its wgmmas, the others compute exponentials.
+"""Turns of two or three warp groups at the tensor cores: while one starts its wgmmas, the others compute exponentials. Also signals between
+two warp groups that need each other's dS one step later.
 
-Warp group g waits at named barrier FIRST_BARRIER + g, where the warp group before it arrives. The SM has 16; Triton numbers its own from 0.
+Turns: warp group g waits at named barrier FIRST_BARRIER + g, where the warp group before it arrives. The SM has 16; Triton numbers its own
+from 0.
 """
 
 # Device code: its arguments are constants.
@@ -13,6 +15,7 @@ from triton.experimental.gluon import language as gl
 
 GROUPS = gl.constexpr(3)  # consumer warp groups of `forward_three`
 FIRST_BARRIER = 13
+FIRST_STEP_BARRIER = gl.constexpr(12)  # of signals, in kernels without turns
 
 
 @gluon.constexpr_function
@@ -38,3 +41,28 @@ def await_turn(GROUP: gl.constexpr):
 def give_turn(GROUP: gl.constexpr):
     """Let the warp group after GROUP start. With three, before the first turn, the last warp group gives one to the first."""
     _execute(_instruction("arrive", (GROUP + 1) % GROUPS))
+
+
+@gluon.constexpr_function
+def _numbered(name):
+    """The PTX of a named barrier of two warp groups, whose number is an operand."""
+    return f"bar.{name} $1, 256; mov.u32 $0, $1;"
+
+
+@gluon.jit
+def _step_barrier(step, GROUP: gl.constexpr, INSTRUCTION: gl.constexpr):
+    """Execute an instruction on the barrier of a step of GROUP. A group may be one step ahead: steps alternate between two barriers."""
+    number = gl.full([128], FIRST_STEP_BARRIER + 2 * GROUP + (step & 1), gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(INSTRUCTION, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def signal_step(step, GROUP: gl.constexpr):
+    """Signal that GROUP, 0 or 1, is through with a part of `step`. It may be one signal ahead of the other group's waits."""
+    _step_barrier(step, GROUP, _numbered("arrive"))
+
+
+@gluon.jit
+def await_step(step, GROUP: gl.constexpr):
+    """Wait until the other group than GROUP has signalled `step`."""
+    _step_barrier(step, 1 - GROUP, _numbered("sync"))
