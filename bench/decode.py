@@ -113,8 +113,8 @@ ROWS = [
     Row(name="4 queries, 32 x 4k, causal, pages of 64", lengths=[4096] * 32, queries=4, page_size=64, options=causal),
     *(
         Row(name=f"MLA, {heads} heads, {name}, pages of 64", lengths=lengths, page_size=64, heads=heads, latent=True)
-        for heads in (16, 128)
-        for name, lengths in (("32 x 4k", [4096] * 32), ("1 x 131k", [131072]))
+        for heads in (16, 64, 128)
+        for name, lengths in (("32 x 4k", [4096] * 32), ("128 x 8k", [8192] * 128), ("1 x 131k", [131072]))
     ),
     Row(name="chunk of 512 over 131k, pages of 64", lengths=[131072], queries=512, page_size=64, options=causal),
 ]  # fmt: skip
