@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import longspan as ls
 from longspan.integrations import prepare_batch
+from longspan.integrations._batch import _mask
 from longspan.integrations._configs import check_config, head_counts, layers_without_mixing, spans_of
 from longspan.integrations._decoders import _local_positions
 from longspan.integrations._meshes import mesh_roles, sum_over_data_ranks
@@ -307,3 +308,20 @@ def test_settings_in_a_batch_are_honoured_or_raise() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             prepare_batch({**whole(), **entries}, ls.Mesh.abstract(3), **options)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_tokens_that_see_nothing_are_padding_by_ids_and_before_the_first_real_token(bidirectional: bool) -> None:
+    ids = torch.tensor([[0, 0, 1, 1, -1], [0, 2, 2, 2, 2]])
+    positions = torch.arange(5).expand(2, 5)
+
+    def blind(**batch: Tensor) -> Any:
+        result = _mask(batch, positions, bidirectional=bidirectional)[1]
+        return None if result is None else result.tolist()
+
+    assert blind() is None and blind(document_ids=ids.clamp(min=0)) is None
+    assert blind(document_ids=ids) == (ids < 0).tolist()
+    real = torch.tensor([[0, 0, 1, 0, 1], [0, 0, 0, 0, 0]])
+    unseen = [[False] * 5 if bidirectional else [True, True, False, False, False], [True] * 5]
+    assert blind(attention_mask=real) == unseen and blind(attention_mask=torch.ones_like(real)) is None
+    assert blind(document_ids=ids, attention_mask=real) == (torch.tensor(unseen) | (ids < 0)).tolist()

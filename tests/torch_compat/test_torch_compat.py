@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import longspan as ls
 import longspan.torch_compat as tc
 from longspan.testing import run_processes, virtual_world
-from longspan.torch_compat import _cp_custom_ops
+from longspan.torch_compat import _cp_custom_ops, _dispatcher
 from longspan.torch_compat._attention import _ForwardHooks
 from longspan.torch_compat._dispatcher import DispatcherCache, _sequence_mesh, default_layout
 from longspan.torch_compat._load_balancer import _LoadBalancer, layout_of
@@ -208,6 +209,26 @@ def test_each_rotate_method_has_a_dispatcher_of_its_own(monkeypatch: pytest.Monk
         tc.set_rotate_method(rotation)
         made.append(dispatchers.of(mesh, layouts))
     assert [d.strategy for d in made] == ["ring", "allgather", "ring"] and made[0] is made[2]
+
+
+def test_meshes_of_other_groups_have_dispatchers_of_their_own_and_old_ones_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dispatcher, "MAX_DISPATCHERS", 3)
+    dispatchers, layouts = DispatcherCache(), {8: default_layout(8, 2)}
+    meshes = [replace(ls.Mesh.abstract(2), groups=(name,)) for name in "abcd"]
+    made = [dispatchers.of(mesh, layouts) for mesh in meshes[:3]]
+    assert [d.mesh.groups for d in made] == [("a",), ("b",), ("c",)]
+    assert [dispatchers.of(mesh, layouts) for mesh in meshes[:3]] == made
+    dispatchers.of(meshes[3], layouts)  # drops the first
+    assert dispatchers.of(meshes[1], layouts) is made[1] and dispatchers.of(meshes[0], layouts) is not made[0]
+
+
+def test_the_layouts_of_the_last_groups_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dispatcher, "MAX_GROUPS", 2)
+    monkeypatch.setattr(_dispatcher, "declared_layouts", {})
+    by_length = [{n: default_layout(n, 2)} for n in (4, 6, 8)]
+    for name, layouts in zip("abac", (*by_length, by_length[0])):
+        _dispatcher.declare_layouts(name, layouts)
+    assert _dispatcher.declared_layouts == {"a": by_length[2], "c": by_length[0]}
 
 
 @pytest.mark.parametrize("positional", [3, 4, 5])
