@@ -146,6 +146,36 @@ def test_a_cta_computes_a_group_where_groups_fill_the_device(lengths: list[int],
     assert rule.counts(lengths).groups_fill(8, 132) is fill
 
 
+@pytest.mark.parametrize(("name", "needed"), [("plain", 1), ("window", 1), ("bias", 2), ("documents", 2)])
+def test_calls_that_read_tensors_need_two_ctas_per_sm(name: str, needed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(decode_call.SplitCounts, "groups_fill", lambda self, tiles, sms, needed: asked.append(needed) or False)
+    decoded(random_tokens(2, 70), [0, 1], page_size=16, prefix=69, **GROUPED[name])
+    assert asked == [needed]
+
+
+@pytest.mark.parametrize(("longest", "needed"), [(None, 1), (40, 2)])
+def test_steps_for_cuda_graphs_need_two_ctas_per_sm(longest: int | None, needed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths of later replays are not known."""
+    asked = []
+    monkeypatch.setattr(decode_call.SplitCounts, "groups_fill", lambda self, tiles, sms, needed: asked.append(needed) or False)
+    cache = ls.KVCache(pages=9, page_size=16, layers=1, kv_heads=2, head_dim=16, dtype=torch.float32, device=DEVICE)
+    q, k, v = (x.to(DEVICE) for x in random_tokens(3, 1))
+    ls.attention(q, k, v, cache=cache.step(cache.allocate(3), 1, longest=longest), layer=0, kernel="triton")
+    assert asked == [needed]
+
+
+@pytest.mark.parametrize(("biased", "needed"), [(False, 1), (True, 2)])
+def test_contiguous_calls_that_read_tensors_need_two_ctas_per_sm(biased: bool, needed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(decode_call.SplitCounts, "groups_fill", lambda self, tiles, sms, needed: asked.append(needed) or False)
+    q, k, v = (x.to(DEVICE) for x in random_tokens(1, 70))
+    traced = trace(lambda s, b, h, q, kv: s + BIAS[h, kv], "score")
+    read = {"score": traced.program, "score_captured": traced.captured()} if biased else {}
+    decode_call.attend_contiguous(q[:, :, -1:], k, v, PagedWork(scale=0.2, **read))
+    assert asked == [needed]
+
+
 @pytest.mark.parametrize(
     ("lengths", "tiles", "group"),
     [
