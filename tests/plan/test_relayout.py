@@ -108,15 +108,22 @@ def test_only_rows_that_change_owners_are_sent() -> None:
     assert moved > 0 and world.bytes_sent == moved * 8 * 4
 
 
-def test_a_second_derivative_raises() -> None:
-    def rank(mesh: Any) -> None:
-        x = torch.ones(LENGTH, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("by", ["grad", "backward"])
+def test_second_derivatives_move_back_too(by: str) -> None:
+    def rank(mesh: Any) -> bool:
         plan = ls.plan(ls.causal(), LENGTH, mesh, layout="head_tail", strategy="ring")
-        (grad,) = torch.autograd.grad(plan.relayout(plan.shard(x, 0), 0, to="contiguous").square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            grad.sum().backward()
+        x = plan.shard(torch.randn(LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), 0).requires_grad_()
+        moved = plan.relayout(x**2, 0, to="contiguous")
+        (first,) = torch.autograd.grad(moved.square().sum(), x, create_graph=True)
+        if by == "grad":
+            (second,) = torch.autograd.grad(first.sum(), x)
+        else:
+            first.sum().backward()
+            assert x.grad is not None
+            second = x.grad
+        return torch.allclose(first, 4 * x**3) and torch.allclose(second, 12 * x**2)
 
-    virtual_world(2).run(rank)
+    assert all(virtual_world(3).run(rank))
 
 
 REFUSED = [

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from longspan._comm.mesh import Mesh
 from longspan._comm.row_moves import RowMoves, move_rows
@@ -131,21 +130,21 @@ def _batch_rows(placement: Placement) -> int:
 def relayout(x: Tensor, move: Relayout, moves: Callable[[bool], RowMoves]) -> Tensor:
     """x in the placement `move.before` → x in the placement `move.after`. `moves(back)`: `move.moves` of x's device, cached."""
     rows = move.to_rows(x, move.before)
-    moved: Tensor = _MoveRows.apply(rows, move, moves)  # type: ignore[no-untyped-call]
+    moved: Tensor = _MoveRows.apply(rows, move, moves, False)  # type: ignore[no-untyped-call]
     return move.from_rows(moved, move.after)
 
 
 class _MoveRows(torch.autograd.Function):
-    """`move_rows` by a relayout's moves. Backward: the moves back."""
+    """`move_rows` by a relayout's moves, or by those `back`. Backward: the moves in the other direction, differentiable again."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, move: Relayout, moves: Callable[[bool], RowMoves]) -> Tensor:
-        ctx.move, ctx.moves = move, moves
-        fields = {"from": move.before.digest[:12], "to": move.after.digest[:12]}
-        return move_rows(move.mesh, rows, moves(False), what="relayout", fields=fields)
+    def forward(ctx: Any, rows: Tensor, move: Relayout, moves: Callable[[bool], RowMoves], back: bool) -> Tensor:
+        ctx.move, ctx.moves, ctx.back = move, moves, back
+        before, after = (move.after, move.before) if back else (move.before, move.after)
+        fields = {"from": before.digest[:12], "to": after.digest[:12]}
+        what = "relayout, backward pass" if back else "relayout"
+        return move_rows(move.mesh, rows, moves(back), what=what, fields=fields)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        fields = {"from": ctx.move.after.digest[:12], "to": ctx.move.before.digest[:12]}
-        return move_rows(ctx.move.mesh, grad, ctx.moves(True), what="relayout, backward pass", fields=fields), None, None
+        return _MoveRows.apply(grad, ctx.move, ctx.moves, not ctx.back), None, None, None  # type: ignore[no-untyped-call]
