@@ -32,6 +32,19 @@ def test_random_selections_match_the_oracle_by_the_triton_kernel(seed: int) -> N
     check(draw(seed, longest=140 if seed < 100 else 40), kernel="triton")
 
 
+@pytest.mark.parametrize("kernel", ["cpu", "triton"])
+def test_second_derivatives_raise(kernel: str) -> None:
+    if kernel == "triton":
+        pytest.importorskip("triton")
+    q, k, v = (torch.randn(1, 1, 20, 16, requires_grad=True) for _ in range(3))
+    mask = ls.selected(torch.tensor([[[[0, 1], [1, -1]]]]), 16) & ls.causal()
+    out = ls.attention(q, k, v, mask=mask, kernel=kernel)
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    for source in (q, k, v):
+        with pytest.raises(RuntimeError, match="one differentiation, not two"):
+            torch.autograd.grad((q * grad).sum(), source, retain_graph=True)
+
+
 def test_thousands_of_random_selections(request: pytest.FixtureRequest) -> None:
     if not request.config.getoption("--whole-grid"):
         pytest.skip("with --whole-grid only")

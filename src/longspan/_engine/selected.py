@@ -14,9 +14,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from longspan._engine import one_device
+from longspan._engine import one_device, ops
 from longspan._engine.checks import is_plain, reject_batched_gradients
 from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.streams import is_captured
@@ -208,8 +207,7 @@ class _AttendSelected(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         reject_batched_gradients(grad_out, grad_lse)
         call: SelectedCall = ctx.call
         q, k, v, sink, out, lse, _indices, *captured = ctx.saved_tensors
@@ -220,5 +218,20 @@ class _AttendSelected(torch.autograd.Function):
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.resolve_neg()
         grad_lse = None if grad_lse is None else grad_lse.resolve_neg()
         tensors = BackwardTensors(inputs=inputs, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse, needs=needs)
-        grads = InputGrads.of(call.backward(tensors), sink, needs)
-        return None, None, *grads[:4], *grads.captured
+        with torch.no_grad():
+            grads = InputGrads.of(call.backward(tensors), sink, needs)
+        results = *grads[:4], *grads.captured
+        if torch.is_grad_enabled():  # create_graph=True
+            sources = q, k, v, sink, *inputs.score_captured, grad_out, grad_lse
+            results = tuple(None if g is None else _NotDifferentiable.apply(g, *sources) for g in results)  # type: ignore[no-untyped-call]
+        return None, None, *results
+
+
+class _NotDifferentiable(torch.autograd.Function):
+    """A gradient that raises when it is differentiated. torch.autograd.grad never calls the error of torch's `once_differentiable`."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *sources: Any) -> Tensor:
+        return gradient.view_as(gradient)
+
+    backward = staticmethod(ops.reject_double_backward)
