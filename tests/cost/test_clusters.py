@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from longspan._cost.clusters import ClusterError, cluster, dump, load, names
+from longspan._cost.clusters import ClusterError, _checked, cluster, dump, load, names
 from longspan._cost.rates import Rates
 
 
@@ -65,3 +65,15 @@ def test_missing_profiles_and_keys_are_named(tmp_path: Path) -> None:
     (tmp_path / "y.toml").write_text(dump(cluster("h100")).replace("latency_us = 15\n", ""))
     with pytest.raises(ClusterError, match=r"\[inside\] 'latency_us' is missing"):
         load(tmp_path / "y.toml")
+
+
+def test_numbers_are_above_0_but_for_latencies_and_contention() -> None:
+    for name in ("contention", "latency_us", "launch_us"):
+        assert _checked({name: 0}, {name: float}, Path("x"), "") == {name: 0}
+    for value in (0, 0.0, -1, True, "1", float("nan")):
+        with pytest.raises(ClusterError, match="bandwidth must be a number above 0"):
+            _checked({"bandwidth": value}, {"bandwidth": float}, Path("x"), "")
+    with pytest.raises(ClusterError, match="launch_us must be a number above 0"):
+        _checked({"launch_us": -1e-9}, {"launch_us": float}, Path("x"), "")
+    with pytest.raises(ClusterError, match="gpus must be a number above 0"):
+        _checked({"gpus": 1.5}, {"gpus": int}, Path("x"), "")

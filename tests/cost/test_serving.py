@@ -9,7 +9,16 @@ import pytest
 from bench.serving_predictions import MODEL, Figure, crossovers, figures, table
 
 from longspan._cost.clusters import cluster
-from longspan._cost.serving import MODELS, ServingGroup, decode_time, default_tp, passed_tensors, serving_memory
+from longspan._cost.serving import (
+    MODELS,
+    ModelSizes,
+    ServingGroup,
+    decode_time,
+    default_tp,
+    passed_tensors,
+    prefill_time,
+    serving_memory,
+)
 from longspan._planner.serving import plan_serving
 
 PAGE = Path(__file__).parents[2] / "docs" / "deep-dives" / "predictions.md"
@@ -102,3 +111,19 @@ def test_numbers_of_a_plan_are_in_their_units() -> None:
     assert numbers["cache"] == pytest.approx(3 * (1 << 17) * 36 * 8 * 128 * 2 * 2 / 8 / 2**30, rel=0.02)
     assert numbers["token"] == 1e3 * plan.decode.seconds and numbers["throughput"] == pytest.approx(3e3 / numbers["token"])
     assert numbers["first_token"] == plan.prefill.seconds > numbers["prefill_waiting"] >= 0 and numbers["batch"] > 3
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 4)])
+def test_parts_of_a_prefill_and_of_a_decoded_token_by_hand(tp: int, cp: int) -> None:
+    model = ModelSizes(name="m", layers=3, hidden=64, heads=8, kv_heads=4, head_dim=16, parameters=1e6)
+    group = ServingGroup(cluster=cluster("h200"), tp=tp, cp=cp)
+    flops, hbm = group.cluster.flops, group.cluster.hbm
+    prefill = prefill_time(model, group, 1000, attention=0.25, waiting=0.125)
+    assert prefill.matrices == pytest.approx(2 * 1e6 * 1000 / (tp * cp) / flops)
+    assert prefill.all_reduce == pytest.approx(2 * 3 * group.all_reduce(1000 / cp * 64 * 2))
+    assert prefill.seconds == pytest.approx(0.25 + prefill.matrices + prefill.all_reduce) and prefill.waiting == 0.125
+    decode = decode_time(model, group, 5000, 7)
+    assert decode.weights == pytest.approx(max(2 * 1e6 / tp / hbm, 2 * 7 * 1e6 / tp / flops))
+    read = 7 * model.cache_bytes(5000) * group.kv_copies(model) / (tp * cp)
+    assert decode.cache == pytest.approx(read / hbm + 3 * group.cluster.kernel.launch)
+    assert (decode.merge > 0) == (cp > 1)

@@ -352,3 +352,19 @@ def test_weak_scaling_costs_efficiency_and_strong_scaling_more() -> None:
     strong = curve(lambda tokens: ls.causal(), [(8, 1 << 17), (32, 1 << 17)], **options)
     assert strong[1].seconds < strong[0].seconds and weak[1].seconds > weak[0].seconds
     assert strong[1].flops_per_device < strong[0].flops_per_device
+
+
+def test_a_report_counts_the_wait_of_the_rank_that_waits_longest_and_operations_per_device() -> None:
+    plan = ls.plan(ls.causal(), 1 << 14, ls.Mesh.abstract(4), layout="contiguous", strategy="ring", heads=8, kv_heads=8, head_dim=64)
+    report = plan.report()
+    waits = report.timeline.forward.exposed + report.timeline.backward.exposed
+    assert float(waits.min()) < report.exposed == float(waits.max())
+    pairs = 8 * (1 << 14) * ((1 << 14) + 1) / 2
+    assert report.flops_per_device == pytest.approx(3.5 * 4 * 64 * pairs / 4 / report.seconds, rel=0.02)
+
+
+def test_memory_is_that_of_the_rank_with_the_most_tokens() -> None:
+    layout = ls.Layout(length=700, rows=((((0, 100),), ((100, 400),), ((500, 200),)),))
+    report = ls.plan(ls.causal(), 700, ls.Mesh.abstract(3), layout=layout, strategy="ring", heads=4, kv_heads=2, head_dim=8).report()
+    most = report._memory_of(400, 400)
+    assert report.memory_parts == most and most["q, k, v, out, lse"] > report._memory_of(200, 200)["q, k, v, out, lse"]

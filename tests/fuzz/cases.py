@@ -77,6 +77,8 @@ def draw_call(case: Case, rng: Random) -> None:
     """A second call with something changed, and the forms in which FlexAttention and SDPA take a mask."""
     entry = case["entry"]
     changes = ("state", "state", None, "scale") if _reads_state(case) else (None, None, None, "scale", "captures", "values")
+    if any(leaf.get("name") == "captured number" for leaf in mods.leaves(case["mask"] or FULL)):
+        changes = ("captures",)
     case["again"] = rng.choice(changes) if entry == "attention" else None
     if entry in ("flex", "context"):
         case["block_mask"] = rng.choice(("mask", "mod", "BlockMask", "table")) if entry == "flex" else "BlockMask"
@@ -286,6 +288,7 @@ def _template(case: Case, rng: Random) -> mods.Spec:
         "ids": ("t0[q] == t0[kv]", {**integers, "shape": ["longest"], "high": 3}),
         "ids per row": ("t0[b, q] == t0[b, kv]", {**integers, "shape": ["batch", "longest"], "high": 3}),
         "limits": ("kv < t0[q]", {**limits, "shape": ["q_len"]}),
+        "captured number": ("(q - kv < int(t0)) & (q >= kv)", {**limits, "shape": []}),
         "limits per head": ("kv < t0[h]", {**limits, "shape": ["heads"]}),
         "limits per row and head": ("(kv <= t0[b, h]) & (q >= kv)", {**limits, "shape": ["batch", "heads"]}),
         "range of keys": ("(kv >= t0[q]) & (kv < t1[q])", {**limits, "shape": ["q_len"]}, {**limits, "shape": ["q_len"]}),

@@ -156,7 +156,8 @@ def run(case: Case) -> list[tuple[Problem, Results, str]]:
             second = _rewritten(case, held, captured)
         with mods.changed_state(case["mask"]) if case["again"] == "state" else contextlib.nullcontext():
             again = problem_of(second, change=int(case["again"] == "values"))
-            if case["again"] == "state":  # a mask is traced once; another mask of the same mods sees the new state
+            # A mask is traced once: another mask of the same mods sees a new state, and numbers of captured tensors.
+            if case["again"] == "state" or any("int(t" in leaf.get("text", "") for leaf in mods.leaves(case["mask"] or {"op": "full"})):
                 mask = None if case["mask"] is None else mods.as_longspan(case["mask"], held)
                 call = _single_call(case, mask, held)
             done.append((again, _results(second, again, call, score_mod, captured), f"second call with other {case['again']}: "))

@@ -54,6 +54,7 @@ REVERTS: dict[str, Edits] = {
         (f"{MASKS}/trace_key.py", "return self.identity(value) if _is_library_function(value) else self.function(value)",
          'return self.identity(value) if str(value.__module__).startswith("torch") else self.function(value)'),
     ],
+    "stale trace of a captured number": [(f"{MASKS}/trace_cache.py", "not traced.has_read_values and ", "")],
     "BlockTable.to_block_mask raises": [
         (f"{MASKS}/block_table.py", "indices = torch.zeros(self.rows, self.kv_tiles", "indices = torch.zeros(self.rows"),
     ],
