@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -338,3 +339,16 @@ def test_few_splits_have_the_same_bits_beside_a_sequence_of_many() -> None:
     cache.truncate([short], [300])
     alone = ls.attention(q[1:], k[1:], v[1:], cache=cache.step([short], 1), layer=0, kernel="triton")
     assert torch.equal(both[1:], alone)
+
+
+@pytest.mark.parametrize(("dims", "shared", "says"), [
+    ((256, 256), False, None), ((257, 64), False, "head dims 257 and 64"), ((64, 257), False, "head dims 64 and 257"),
+    ((768, 512), True, None), ((769, 512), True, "shared KV of 512 and 257"), ((600, 513), True, "shared KV of 513 and 87"),
+], ids=str)  # fmt: skip
+def test_head_dims_up_to_256_and_shared_ones_up_to_512_are_supported(dims: tuple[int, int], shared: bool, says: str | None) -> None:
+    work: Any = SimpleNamespace(mask=None, mask_captured=(), score=None, score_captured=())
+    reason = decode_call.unsupported_reason(torch.empty(2, 4, 1, dims[0]), dims, work, sequences=2, longest=100, shared=shared)
+    assert reason is None if says is None else reason is not None and says in reason
+    assert "dtype" in str(
+        decode_call.unsupported_reason(torch.empty(2, 4, 1, 8, dtype=torch.float64), (8, 8), work, sequences=2, longest=100)
+    )

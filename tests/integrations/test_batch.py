@@ -303,8 +303,8 @@ def test_settings_in_a_batch_are_honoured_or_raise() -> None:
         assert "logits_to_keep" not in prepared
     for entries, options, message in (
         ({"num_items_in_batch": 500}, {"count": 400}, "to be equal, got 400 and 500"),
-        ({"use_cache": True}, {}, "expected no use_cache in the batch, got True"),
-        ({"logits_to_keep": 3}, {}, "expected no logits_to_keep in the batch, got 3"),
+        ({"use_cache": True}, {}, "expected no use_cache in the batch, got True: a forward with a plan has no cache"),
+        ({"logits_to_keep": 3}, {}, "expected no logits_to_keep in the batch, got 3: a rank has logits of its own"),
     ):
         with pytest.raises(ValueError, match=message):
             prepare_batch({**whole(), **entries}, ls.Mesh.abstract(3), **options)
