@@ -121,6 +121,14 @@ def test_a_captured_tensor_that_only_a_later_chunk_uses_raises() -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("differentiable", [True, False])
+@pytest.mark.parametrize("fn", [lambda y: y.mean(1, keepdim=True), lambda y: y[:, ::2], lambda y: y.sum()], ids=["mean", "half", "sum"])
+def test_another_number_of_tokens_raises(fn: Any, differentiable: bool) -> None:
+    x = torch.randn(2, 7, 5, requires_grad=differentiable)
+    with pytest.raises(ValueError, match="expected 3 tokens in dim -2 of the result"):
+        memory.tiled(fn, x, chunk=3)
+
+
 def test_results_of_tiled_functions_may_be_modified_in_place() -> None:
     module, x = mlp(), torch.randn(2, 11, 5, dtype=torch.float64, requires_grad=True)
     want = grads_of(module(x) * 3, x)

@@ -63,10 +63,20 @@ def _may_be_one_node(x: Tensor) -> bool:
 def _checkpointed(fn: TokenFunction, x: Tensor, chunk: int, dim: int) -> Tensor:
     run, random = WideSums(fn), None if torch.compiler.is_compiling() else RandomStates(x.device)
     options: Any = {} if random is None else {"preserve_rng_state": False, "context_fn": random.contexts}
-    parts = [checkpoint(run, part, use_reentrant=False, **options) for part in x.split(chunk, dim)]
+    parts = [_checked_tokens(checkpoint(run, part, use_reentrant=False, **options), part, dim) for part in x.split(chunk, dim)]
     if random is not None:
         random.note()
     return torch.cat(parts, dim)
+
+
+def _checked_tokens(y: Tensor, part: Tensor, dim: int) -> Tensor:
+    """y, the result of a chunk. Raises ValueError unless it has the chunk's tokens: another result would be joined or broadcast wrongly."""
+    if not -y.ndim <= dim < y.ndim or y.shape[dim] != part.shape[dim]:
+        raise ValueError(
+            f"memory.tiled: expected {part.shape[dim]} tokens in dim {dim} of the result for a chunk of as many, got shape "
+            f"{tuple(y.shape)}; fn must treat every token alike"
+        )
+    return y
 
 
 class _Saved(torch.autograd.Function):
@@ -129,7 +139,7 @@ class _Call:
         self.random.note()
         part, stand_ins = next(iter(x.split(self.chunk, self.dim))).detach().requires_grad_(), _StandIns()
         with saved_tensors_hooks(_nothing, _nothing), Replaced(stand_ins):  # never differentiated
-            y = self.fn(part)
+            y = _checked_tokens(self.fn(part), part, self.dim)
         leaves = _leaves(y)
         if not leaves or not leaves <= stand_ins.ids | {id(part)}:
             self.random.restore(0)
@@ -149,7 +159,7 @@ class _Call:
             self.random.note()
             stand_ins = _StandIns()
             with Replaced(stand_ins):
-                target.copy_(self.fn(part))
+                target.copy_(_checked_tokens(self.fn(part), part, self.dim))
             self.given |= stand_ins.parameters
         self.random.note()
         self.versions = [p._version for p in self.parameters]
