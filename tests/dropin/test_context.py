@@ -288,3 +288,12 @@ def test_an_unsupported_call_raises_on_every_rank(name: str) -> None:
 
     for message in virtual_world(2).run(rank):
         assert unsupported_calls()[name][1] in message
+
+
+def test_a_buffer_in_a_list_beside_other_tensors_can_be_differentiated_after_the_context() -> None:
+    x = torch.arange(24.0, dtype=torch.float64).view(8, 3)
+    weight = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
+    with ls.context_parallel(ls.Mesh.abstract(2), buffers=[x], buffer_seq_dims=[0], layout="contiguous"):
+        shard, product = x.clone(), torch.linalg.multi_dot([weight, x])
+    (grad,) = torch.autograd.grad(product.sum(), weight)
+    assert x.shape == (8, 3) and torch.equal(grad, shard.sum(1).expand(2, 4))
