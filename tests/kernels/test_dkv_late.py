@@ -66,7 +66,9 @@ def test_gradients_match_the_oracle(name: str, heads: int, kv_heads: int, tokens
         assert float((a.double() - b).norm()) <= 1.5 * float((c.double() - b).norm()) + 1e-6, what
 
 
-def test_in_fixed_order_every_run_gives_the_same_bits(late: list[float]) -> None:
+def test_in_fixed_order_every_run_gives_the_same_bits(late: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper = pytest.importorskip("longspan._kernels.hopper.kernel")
+    monkeypatch.setattr(hopper, "ordered_dq_pays", lambda *_, **__: True)  # no separate pass for dQ
     given = draw(8, 2, 1103, 64)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
