@@ -21,6 +21,7 @@ from tests.integrations.tiny_models import VOCAB, decoding_model
 from transformers import DynamicCache
 
 import longspan.integrations.transformers as lst
+from longspan._cache.kv_cache import KVCache
 from longspan.integrations._paged_attention import absorbed
 from longspan.testing import virtual_world
 
@@ -211,6 +212,29 @@ class TestFailedForwards:
         hook.remove()
         assert cache.columns == 1
         torch.testing.assert_close(model(ids[:, 1:], past_key_values=cache).logits, model(ids, use_cache=False).logits[:, 1:])
+
+    @pytest.mark.parametrize("part", ["model.layers.0.mlp", "model.layers.1.mlp", "lm_head"])
+    def test_after_a_forward_that_is_not_undone_all_calls_raise_until_a_reset(self, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, ids = decoding_model("llama", "longspan"), one_prompt(9)
+        expected = model(ids, use_cache=False).logits
+        cache = lst.PagedCache(model)
+        model(ids[:, :7], past_key_values=cache)
+
+        def refuses(*_: Any) -> None:
+            raise ValueError("pages were given back")
+
+        hook = model.get_submodule(part).register_forward_pre_hook(failing)
+        with monkeypatch.context() as patched, pytest.raises(KeyError):
+            patched.setattr(KVCache, "check_truncate", refuses)
+            model(ids[:, 7:], past_key_values=cache)
+        hook.remove()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"the last forward with this cache ended before .* call cache.reset\(\)"):
+                model(ids[:, 7:], past_key_values=cache)
+        with pytest.raises(RuntimeError, match="the last forward ended before"):
+            cache.crop(-1)
+        cache.reset()
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected)
 
     def test_a_cache_without_free_pages_stays_as_it_was(self) -> None:
         model, ids = decoding_model("llama", "longspan"), one_prompt()

@@ -295,7 +295,7 @@ class PagedCache(DeepCopied, Cache):
         try:
             self._truncate(columns)
         except (ValueError, RuntimeError):  # a window before these columns was given back
-            self._left = {0}
+            self._left = {len(self.layers)}  # no layer: every forward raises until `reset`
 
     def reset(self) -> None:
         """Free all sequences. On one device, the pages stay allocated for the next ones.
