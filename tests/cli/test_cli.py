@@ -134,6 +134,16 @@ def test_thousands_of_devices_are_simulated(capsys: Any) -> None:
     assert code == 0 and "ulysses_" in out and "8 × 128" in out
 
 
+@pytest.mark.parametrize(("option", "degrees"), [([], None), (["--ulysses", "8"], [8])])
+def test_a_simulation_tries_the_degree_given_or_all(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, option: list[str], degrees: list[int] | None
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("longspan._cost.simulate.simulate", lambda *_, **options: asked.append(options["degrees"]) or [])
+    code, _, err = called(capsys, "plan", "--tokens", "1M", "--gpus", "1024", *option)
+    assert asked == [degrees] and code == 2 and "cannot share the heads" in err
+
+
 @pytest.mark.parametrize(
     "option", [["--strategy", "ring"], ["--layout", "contiguous"], ["--stages", "3"], ["--no-overlap"], ["--overlap"], ["--explain"]]
 )

@@ -196,3 +196,21 @@ def test_gradients_have_the_strides_of_inputs_by_token_or_are_contiguous(checkpo
     assert len(grads) == 3
     assert all(g.is_contiguous() or g.transpose(1, 2).is_contiguous() for g in grads)
     assert any(g.shape[1] == 4 and g.transpose(1, 2).is_contiguous() for g in grads)  # no copy of the operator's gradient of q
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("mask", [None, ls.causal()], ids=["full", "causal"])
+def test_a_score_mod_may_return_another_dtype(dtype: torch.dtype, mask: Any) -> None:
+    """Scores and their gradients are computed in float32 on either side of it."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 20, 8, generator=generator).requires_grad_() for heads in (4, 2, 2))
+
+    def grads(score_mod: Any) -> Any:
+        out = ls.attention(q, k, v, mask=mask, score_mod=score_mod, kernel="cpu")
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    got = grads(lambda s, b, h, q, kv: (s * 2).to(dtype))
+    want = grads(lambda s, b, h, q, kv: s * 2)
+    assert all(t.dtype == torch.float32 for t in got)
+    tolerance = 0.1 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)

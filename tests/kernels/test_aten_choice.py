@@ -162,6 +162,24 @@ def test_it_rejects_no_more_than_it_must_on_cuda(name: str, settings: dict[str, 
     assert chosen(name, fakes(cuda, **settings), work_for(causal)).name == name
 
 
+@pytest.mark.parametrize(("name", "kv_heads", "grouped"), [("flash", GROUPS, True), ("cudnn", GROUPS, True), ("efficient", HEADS, False)])
+def test_torch_is_asked_about_the_shapes_of_a_call(
+    name: str, kv_heads: int, grouped: bool, cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each rectangle once, without the warnings of debug=True. The efficient operator gets keys of all query heads."""
+    asked: list[Any] = []
+    monkeypatch.setattr(aten_limits, "_params", lambda *args: args)
+    monkeypatch.setitem(aten_limits._ALLOWED, name, lambda params, debug: asked.append((params, debug)) or True)
+    assert chosen(name, fakes(cuda, dims=(64, 64), batch=BATCH), work_for(causal)).name == name
+    shapes = [(params[0].shape[2], params[1].shape[2], params[5]) for params, _ in asked]
+    assert shapes == [(32, 32, True), (16, 32, False), (16, 16, True)]
+    for (q, k, v, mask, dropout, _, gqa), debug in asked:
+        assert (mask, dropout, gqa, debug) == (None, 0.0, grouped, False)
+        assert [(t.shape[0], t.shape[1], t.shape[3], t.dtype) for t in (q, k, v)] == [
+            (BATCH, heads, 64, torch.bfloat16) for heads in (HEADS, kv_heads, kv_heads)
+        ]
+
+
 def test_flash_attention_needs_no_more_than_ampere(cuda: SimpleNamespace) -> None:
     cuda.capability = (8, 0)
     assert chosen("flash", fakes(cuda), work_for(causal)).name == "flash"

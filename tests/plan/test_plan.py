@@ -7,6 +7,7 @@ import gc
 import pickle
 import sys
 import tracemalloc
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -67,6 +68,16 @@ def test_a_user_layout_and_a_user_schedule_are_used() -> None:
         ls.plan(ls.causal(), 1000, MESH, layout=layout, strategy=plan.schedule, stages=plan.schedule.stages + 1)
     with pytest.raises(ValueError, match="must arrive exactly once"):
         ls.plan(ls.full(), 1000, MESH, layout=layout, strategy=plan.schedule)
+
+
+def test_tokens_that_a_rank_does_not_read_may_arrive_once_but_not_twice() -> None:
+    """By a causal mask over contiguous shards, rank 0 reads tokens of its own only."""
+    every = ls.plan(ls.full(), 1024, MESH, layout="contiguous", strategy="exchange").schedule
+    assert ls.plan(ls.causal(), 1024, MESH, layout="contiguous", strategy=every).schedule is not None
+    again = torch.cat([torch.arange(len(every.stage)), torch.nonzero((every.receiver == 0) & (every.source == 3)).flatten()[:1]])
+    columns = {name: getattr(every, name)[again] for name in ("stage", "receiver", "source", "row", "start", "length")}
+    with pytest.raises(ValueError, match=r"tokens 768… arrive 2 times at rank 0; .* must arrive exactly once"):
+        ls.plan(ls.causal(), 1024, MESH, layout="contiguous", strategy=replace(every, **columns))
 
 
 @pytest.mark.parametrize(("strategy", "degree", "copies"), [("ring", 1, 1), ("ulysses", 4, 2)])

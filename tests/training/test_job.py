@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import longspan as ls
-from longspan._training import demo_ranks, job
+from longspan._training import demo_ranks, job, launch
 from longspan._training.corpus import corpus
 from longspan._training.decoder import DecoderConfig, flops_per_token
 
@@ -31,6 +31,17 @@ def job_in(folder: Path, **options: Any) -> job.Job:
     model = DecoderConfig(width=16, layers=1, heads=4, kv_heads=2)
     settings: dict[str, Any] = {"steps": 5, "length": 90, "batch": 3, "warmup": 2, "save_every": 3, "strategy": "ring"}
     return job.Job(out=str(folder), model=model, **settings | options)
+
+
+@pytest.mark.parametrize(("rank", "size", "started"), [("1", "6", True), ("1", None, False), (None, "6", False), (None, None, False)])
+def test_a_process_is_a_rank_if_it_has_both_a_rank_and_a_size(
+    rank: str | None, size: str | None, started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert launch.is_rank() is started and launch.world_size(3) == (6 if started else 3)
 
 
 @pytest.mark.usefixtures("_one_rank")
