@@ -398,3 +398,19 @@ def test_ulysses_degrees_to_try_divide_the_heads_and_the_devices(strategy: str, 
     with pytest.raises(UsageError, match="--ulysses"):
         _degrees(replace(request, degree=3), strategy)
     assert _degrees(replace(request, degree=4), strategy) == [4]
+
+
+def test_slow_ranks_are_part_of_the_picture_the_page_and_the_trace(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan._report import figure, page, trace
+
+    seconds: dict[str, float] = {}
+    monkeypatch.setattr(figure, "figure", lambda report, path: seconds.update({path.name: report.seconds}))
+    monkeypatch.setattr(page, "save", lambda report, considered, path: seconds.update({path.name: report.seconds}))
+    monkeypatch.setattr(trace, "save", lambda report, path: seconds.update({path.name: report.seconds}))
+    files = [str(tmp_path / name) for name in ("a.png", "b.html", "c.json")]
+    arguments = ["plan", "--tokens", "2k", "--gpus", "2", "--strategy", "ring", "--stragglers", "1:50", "--slow-links", "0:9"]
+    code, _, err = called(capsys, *arguments, "--png", files[0], "--html", files[1], "--trace", files[2])
+    made = ls.plan(ls.causal(), 2048, ls.Mesh.abstract(2), strategy="ring", heads=32, kv_heads=8, head_dim=128)
+    slow = made.report("h200", conditions=Conditions(stragglers={1: 50.0}, slow_links={0: 9.0})).seconds
+    assert (code, err) == (0, "") and seconds == {name: pytest.approx(slow) for name in ("a.png", "b.html", "c.json")}
+    assert slow > 2 * made.report("h200").seconds

@@ -202,7 +202,7 @@ def _write_files(made: Any, request: Request, *, html: Path | None, png: Path | 
             page.save(made.report(cluster, conditions=conditions), made.considered(cluster), html)
     if png is not None:
         with usage_errors("--png", ImportError), usage_errors(f"--png: {png}", OSError):
-            figure.figure(made.report(cluster), png)
+            figure.figure(made.report(cluster, conditions=conditions), png)
     if trace is not None:
         with usage_errors(f"--trace: {trace}", OSError):
             tracing.save(made.report(cluster, conditions=conditions), trace)
