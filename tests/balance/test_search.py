@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longspan as ls
+from longspan._balance.demand import _TileSampler
 from longspan._balance.lead_fill import lead_and_fill, structure_of
 from longspan._balance.search import Demand, Evaluation, auto, candidates, choose, evaluate, pairs_per_row, preferred
 from longspan._balance.swaps import Swapper
@@ -433,3 +434,14 @@ def test_partial_and_full_tiles_both_count_as_reads():
     kinds = torch.tensor([[PARTIAL, 0, 0], [FULL, PARTIAL, 0], [0, FULL, PARTIAL]])[None, None]
     got = evaluate(Demand.of(table_of(kinds, 12, 4)), torch.tensor([0, 1, 2]), 3)
     assert got.received.tolist() == [0, 1, 1]
+
+
+def test_sampled_positions_are_one_per_cell_and_vary_between_tiles() -> None:
+    """Tiles of 8 tokens in 4 cells of 2, the last tile of 5 tokens: position i of a tile is in cell i, or at the tile's end."""
+    edges = torch.tensor([0, 8, 16, 21])
+    sampler = _TileSampler(
+        table=SimpleNamespace(block=(8, 8)), program=None, captured=[], edges=(edges, edges), first_batch=0, points=4  # type: ignore[arg-type]
+    )  # fmt: skip
+    at, tokens = sampler._grid(0, torch.tensor([0, 1, 2]), torch.tensor([0, 1, 2]), 3)
+    assert at.mT.tolist() == [[0, 3, 4, 7], [9, 10, 13, 14], [16, 19, 20, 20]]
+    assert tokens.mT.tolist() == [[2, 2, 2, 2], [2, 2, 2, 2], [2, 2, 1, 0]]

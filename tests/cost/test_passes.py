@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from longspan._cost.estimate import _full_and_partial
 from longspan._cost.pass_simulation import PassSimulation
 from longspan._cost.predict import timeline
 from longspan._cost.rates import Cluster, KernelRates, Link, Rates, Shape
@@ -253,3 +254,12 @@ def test_places_of_ranks_and_the_share_of_a_transpose_that_crosses_nodes() -> No
     place = Placement(per_node=4, stride=3, degree=3, member_stride=2)
     assert place.node(torch.arange(5)).tolist() == [0, 0, 1, 2, 3] and place.cross_node_share == 0.5  # devices 0, 2 and 4
     assert Placement(per_node=4).cross_node_share == 0.0 and Placement(per_node=1, degree=4).cross_node_share == 1.0
+
+
+def test_edges_of_a_mask_are_local_first_and_leave_no_full_tiles_where_all_are_crossed() -> None:
+    area, useful = torch.tensor([[1.0, 2.0, 0.0], [4.0, 2.0, 6.0]]), torch.tensor([1.5, 7.0])
+    full, partial = _full_and_partial(area, useful, 128)
+    assert full.tolist() == [[0.0, 0.0, 0.0], [0.0, 0.5, 1.5]]  # 1.5 and 5 unused: 0.5 and 2 of them local, the others by area
+    assert partial.tolist() == [[1.0, 2.0, 0.0], [4.0, 1.5, 4.5]]
+    full, partial = _full_and_partial(area[1:], useful[1:], 512)  # an edge crosses 4 of the 16 tiles of a unit
+    assert partial.tolist() == [[1.0, 0.375, 1.125]] and full.tolist() == [[1.5, 1.0625, 3.1875]]
