@@ -117,22 +117,19 @@ def test_placements_equal_torchs(mesh: DeviceMesh) -> None:
 
 def registered() -> dict[Any, Any]:
     propagator = DTensor._op_dispatcher.sharding_propagator
-    return {
-        op: (propagator.op_strategy_funcs.get(op), getattr(propagator.op_to_schema_info.get(op), "static_argnum", None))
-        for op in _handlers._RING_FORMS
-    }
+    return {op: (propagator.op_strategy_funcs.get(op), propagator.op_to_schema_info.get(op)) for op in _handlers._RING_FORMS}
 
 
 def test_rules_and_handlers_are_registered_once_and_removed() -> None:
     before = registered()
     original = DTensor._op_dispatcher._custom_op_handlers
     their_rules.register_cp_sharding_rules()
-    want = {op: (strategy.__name__, static) for op, (strategy, static) in registered().items()}
+    want = {op: (strategy.__name__, schema) for op, (strategy, schema) in registered().items()}
     their_rules.unregister_cp_sharding_rules()
     for clear in (False, True):
         for _ in range(2):
             tc._enable_cp_dtensor_dispatcher()
-            assert {op: (strategy.__name__, static) for op, (strategy, static) in registered().items()} == want
+            assert {op: (strategy.__name__, schema) for op, (strategy, schema) in registered().items()} == want
             assert our_rules._original_strategies.keys() == want.keys()
             handlers = DTensor._op_dispatcher._custom_op_handlers
             assert all(handlers[op] is tc._sdpa_handler for op in want) and original.items() <= handlers.items()
@@ -229,6 +226,13 @@ def test_shards_of_uneven_lengths_and_of_rows_with_their_own_documents(mesh: Dev
         with pytest.raises(ValueError, match="expected dim 0 to be the batch of 2 rows"):
             tc._context_parallel_shard(mesh, [bad], [dim], balancer)
 
+    class Rows(tc._LoadBalancer):
+        def _generate_indices(self, restore: bool = False) -> Tensor:
+            return torch.arange(3).expand(3, -1)
+
+    with pytest.raises(ValueError, match="expected dim 0 to be the batch of 3 rows"):  # as many rows as tokens
+        tc._context_parallel_shard(mesh, [torch.zeros(3, 3)], [0], Rows())
+
 
 def test_buffers_that_cannot_be_sharded_raise(mesh: DeviceMesh) -> None:
     x = torch.zeros(6)
@@ -262,6 +266,9 @@ def test_a_sharded_block_mask_has_the_rows_of_its_rank(mesh: DeviceMesh) -> None
         assert torch.equal(mask.to_dense()[:, 0].bool(), want.view(2, 2, 4, 6, 4).any(4).any(2))
         with pytest.raises(AttributeError, match="has no attribute 'lists'"):
             _ = mask.lists
+    oblong = create_block_mask(causal, 2, None, 24, 24, device="cpu", BLOCK_SIZE=(4, 8))
+    (mask,) = tc._context_parallel_shard(mesh, [oblong], [0])
+    assert mask.BLOCK_SIZE == (4, 4)
 
 
 def test_a_block_mask_from_a_mask_mod_has_the_default_layout(mesh: DeviceMesh) -> None:
