@@ -101,6 +101,11 @@ def test_a_swap_must_not_raise_excess_work() -> None:
     assert relieved.tolist() == [1.0, 1.0, -float("inf"), -float("inf")]
 
 
+def test_chunks_are_runs_and_their_heads_and_tails_of_powers_of_two() -> None:
+    chunks = Swapper(structure([1.0] * 103, [(0, 103)]), torch.tensor([0] * 100 + [1] * 3), 2, max_work=1e9).chunks
+    assert [chunks.size[chunks.rank == rank].tolist() for rank in (0, 1)] == [[*sorted([1, 2, 4, 8, 16, 32, 64] * 2), 100], [1, 1, 2, 2, 3]]
+
+
 def searching(**fields: Any) -> Any:
     """A search of which single methods are called."""
     made = object.__new__(_Search)

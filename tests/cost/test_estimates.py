@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from longspan._cost.estimate import OwnerEstimate, _full_and_partial
 from longspan._cost.pair_counts import balance_of, split_heads
 from longspan._cost.rates import Rates, Shape
 from longspan._cost.report_data import report
-from longspan._cost.simulate import _sampled, owner_of, simulate
+from longspan._cost.simulate import Simulated, _sampled, demand_for, owner_of, simulate
 from longspan._cost.timeline import Conditions
-from longspan._cost.workload import Placement, Workload
+from longspan._cost.workload import BackwardMoves, Placement, Workload
 
 # Five units of 256 tokens, the last of 176; unit t reads units 0 … t. Rank 0 owns units 0 and 3, rank 1 unit 1, rank 2 units 2 and 4.
 OWNER = torch.tensor([0, 1, 2, 0, 2])
@@ -82,6 +83,42 @@ def test_tiles_of_an_estimate_add_up_to_the_work() -> None:
         useful = (work.full + work.partial / 2).sum(1) / 24 * 128**2
         assert useful.tolist() == pytest.approx([200e3, 80e3, 250e3]), moves
         assert bool((work.active_tiles <= work.query_tiles).all())
+
+
+def test_query_tiles_that_see_a_step_are_those_of_its_most_read_unit() -> None:
+    """Units have 2 query tiles, heads and batch rows 24; no more query tiles than a rank has."""
+    work = workload("exchange", stages=3)
+    assert work.active_tiles is not None
+    assert work.active_tiles.tolist() == [[96, 48, 48, 0], [48, 48, 0, 0], [96, 96, 96, 48]]
+
+
+def test_kv_and_gradients_in_flight_are_those_of_two_steps_of_the_pass_with_more() -> None:
+    """Forward receives 100 and 40 tokens; backward 30 and 20, with gradients of twice as many bytes, or 90."""
+    moved = lambda *tokens: torch.tensor([[[0, *tokens]], [[0, 0, 0]]], dtype=torch.float64)
+    work = replace(workload("ring"), received=moved(100, 40), query_tiles=torch.tensor([[5.0, 5.0, 5.0]]))
+    back = lambda *tokens: BackwardMoves(moved(*tokens), moved(*tokens), None, torch.ones(3))
+    of = lambda w: (
+        Simulated(
+            strategy="ring", layout="x", gpus=2, tokens=1, degree=1, stages=1, imbalance=1.0, work=w, timeline=cast(Any, None), flops=1.0
+        ).in_flight
+    )
+    token = 2 * 3 * 4 * 64 * 2
+    assert of(replace(work, backward=back(30, 20))) == 2 * 100 * token and of(replace(work, backward=back(20, 90))) == 2 * 90 * 3 * token
+    merged = replace(work, backward=back(30, 20), query_tiles=torch.tensor([[5.0, 20.0, 20.0]]))  # four steps in one
+    assert of(merged) == 2 * 25 * token and of(replace(workload("none"), backward=None)) == 0.0
+
+
+def test_as_many_units_as_are_allowed_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longspan._cost.simulate.MAX_UNITS", 100)
+    assert [demand_for(ls.full(), tokens, 2).unit for tokens in (12800, 12801)] == [128, 256]
+
+
+def test_pairs_of_batch_rows_with_layouts_of_their_own_are_added() -> None:
+    rows = [[700, 324], [1000, 24], [512, 512]]
+    mask = ls.causal() & ls.documents(lengths=rows)
+    plan = ls.plan(mask, 1024, ls.Mesh.abstract(2), batch=3, heads=5, layout="auto", strategy="exchange")
+    assert plan.data.batch_layouts == 3
+    assert float(report(plan.data).pairs.sum()) == 5 * sum(n * (n + 1) / 2 for row in rows for n in row)
 
 
 def test_edges_of_a_mask_are_local_as_far_as_there_is_room() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -206,6 +207,12 @@ def test_transposes_by_hand() -> None:
         # Six tensors of queries and two log-sum-exps; K and V twice, and gradients in 4 bytes, since ranks share KV heads.
         moved = [(tokens * (6 * q + 2 * 4 * 3 * 8) + keys * 4 * kv) * 3 / 4 for tokens, keys in ((10, 7), (20, 9))]
         assert simulation.transpose_bytes().tolist() == [pytest.approx([n * part for n in moved]) for part in (1 - share, share)]
+    # A kind of link that carries nothing has no latency.
+    slow = replace(cluster, inside=Link(bandwidth=512.0, latency=1e6), between=Link(bandwidth=256.0, latency=1e6))
+    for share in (0.0, 1.0):
+        work, used = made_work(degree=4, shape=shape, local_kv=numbers(7, 9), cross_node_share=share), "between" if share else "inside"
+        one, both = (PassSimulation(work, replace(slow, **{used: getattr(c, used)}), Conditions()) for c in (cluster, slow))
+        assert float(one._transposes(False)[0].max()) < 1e4 < 1e6 < float(both._transposes(False)[0].min())
     alone = PassSimulation(made_work(), cluster, Conditions())
     assert not alone.transpose_bytes().any() and alone.transpose_bytes().shape == (2, 2) and not alone._transposes(True)[0].any()
 
