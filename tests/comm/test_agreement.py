@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +78,28 @@ def test_backward_passes_of_different_forward_passes_do_not_agree() -> None:
     (text, first), *others = virtual_world(3).run(fn)
     assert others == [(text, first)] * 2
     assert re.search(rf"forward pass: rank 1 has call \d+, ranks 0, 2 have call {first}\. All", text)
+
+
+def test_a_rank_that_does_not_know_its_forward_pass_is_not_named_for_it() -> None:
+    def fn(mesh: Mesh) -> str:
+        fields = SAME | {"dtype": "float16"} if mesh.rank == 2 else SAME
+        with pytest.raises(ValueError) as caught:
+            Agreement(mesh, CallDescription("attention, backward pass", fields), forward=0 if mesh.rank == 1 else 7).wait()
+        return str(caught.value)
+
+    texts = virtual_world(3).run(fn)
+    assert "dtype: rank 2 has float16" in texts[0] and "forward pass:" not in texts[0] and len(set(texts)) == 1
+
+
+@pytest.mark.parametrize(("error", "disagreed", "marked"), [(None, False, 0), (None, True, 0), ("lost", True, 0), ("lost", False, 1)])
+def test_a_mesh_is_broken_by_errors_that_are_not_disagreements(error: str | None, disagreed: bool, marked: int) -> None:
+    calls: list[Any] = []
+    mesh: Any = SimpleNamespace(size=1, mark_broken=lambda *call: calls.append(call))
+    agreement = Agreement(mesh, CallDescription("a call", SAME))
+    agreement._disagreed = disagreed
+    raised = None if error is None else RuntimeError(error)
+    agreement.__exit__(None if raised is None else RuntimeError, raised, None)
+    assert calls == [("a call", raised)] * marked
 
 
 def test_an_agreement_can_be_waited_for_twice() -> None:

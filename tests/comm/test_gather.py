@@ -32,6 +32,13 @@ def test_strided_rows_are_gathered_by_value() -> None:
         assert torch.equal(got, torch.cat([rows(r, 3).permute(1, 2, 0) for r in range(2)]))
 
 
+@pytest.mark.parametrize("shape", [2, (2, 1)], ids=str)
+def test_strided_rows_are_summed_by_value(shape: int | tuple[int, int]) -> None:
+    inputs = [rows(r, 3).permute(1, 2, 0) for r in range(2)]
+    got = virtual_world(shape).run(lambda mesh: reduce_scatter_rows(mesh, inputs[mesh.rank], [1, 2]))
+    assert torch.equal(torch.cat(got), inputs[0] + inputs[1])
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_reduce_scatter_sums_over_all_ranks(shape: int | tuple[int, int], dtype: torch.dtype) -> None:

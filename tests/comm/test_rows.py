@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from longspan._comm.agreement import _differing_values, _rank_list
 from longspan._comm.all_reduce import _even_counts
-from longspan._comm.group import Alone, describe
-from longspan._comm.mesh import Axis, Mesh, coordinate_of
+from longspan._comm.group import Alone, check_whole, describe
+from longspan._comm.mesh import Axis, Mesh, as_mesh, coordinate_of
 from longspan._comm.process_group import _as_supported, _cut
 
 
@@ -92,3 +96,38 @@ def test_ranks_of_a_mesh_are_bounded_and_have_one_axis_each_way() -> None:
             Mesh(axes=axes, coordinate=coordinate)
     with pytest.raises(ValueError, match="a group for each of 2 axes, or none"):
         Mesh(axes=axes, coordinate=(0, 0), groups=("x",))
+
+
+@pytest.mark.parametrize(
+    ("out", "sent", "message"),
+    [
+        ([5, -2], [5, 0], r"2 splits of 0 or more that add up to the 3 rows of `out`, got \[5, -2\]"),
+        ([5, 0], [5, -2], r"2 splits of 0 or more that add up to the 3 rows of `sent`, got \[5, -2\]"),
+        ([2, 0], [3, 0], "equal splits for the rank itself, got 3 rows sent and 2 received"),
+        ([2, 1, 1], [2, 1], r"2 splits .* the 4 rows of `out`, got \[2, 1, 1\]"),
+        ([2, 1], [2, 1, 1], r"2 splits .* the 4 rows of `sent`, got \[2, 1, 1\]"),
+    ],
+    ids=str,
+)
+def test_splits_are_not_negative_one_per_rank_and_equal_for_the_rank_itself(out: list[int], sent: list[int], message: str) -> None:
+    group: Any = SimpleNamespace(name="cp", rank=0, size=2)
+    check_whole(group, torch.empty(3, 2), torch.empty(4, 2), [3, 0], [3, 1], what="rows")
+    with pytest.raises(ValueError, match="rows: rank 0 of 2 on axis 'cp': expected " + message):
+        check_whole(group, torch.empty(sum(out), 2), torch.empty(sum(sent), 2), out, sent, what="rows")
+
+
+def test_a_rank_alone_sends_control_messages_to_itself_on_the_cpu() -> None:
+    group = Alone(name="cp")
+    assert group.control() == (group, torch.device("cpu"))
+
+
+def test_a_process_group_is_a_mesh_of_its_ranks() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = as_mesh(dist.group.WORLD)
+        assert mesh == Mesh(axes=(Axis("axis0", 1),), coordinate=(0,), groups=(dist.group.WORLD.group_name,))
+        assert (mesh.group(0).rank, mesh.group(0).size, mesh.group(0).name) == (0, 1, "axis0")
+        with pytest.raises(ValueError, match=r"this process \(global rank 0\) is not a rank of the group that new_group was called for"):
+            as_mesh(dist.GroupMember.NON_GROUP_MEMBER)
+    finally:
+        dist.destroy_process_group()

@@ -233,6 +233,8 @@ def test_the_names_of_mesh_axes_give_their_roles() -> None:
     outputs = mesh_roles(AxisStub({"dp_replicate": 2, "dp_shard": 3, "cp": 5, "tp": 7}, place))
     assert (outputs.context_size, outputs.data_size, outputs.data_rank, outputs.heads_size) == (5, 6, 1 * 3 + 2, 7)
     assert outputs.averaged == 5 * 6 and outputs.context.mesh_dim_names == ("cp",)
+    without_heads = mesh_roles(AxisStub({"dp": 2, "cp": 5}, {"dp": 1, "cp": 3}))
+    assert (without_heads.context_size, without_heads.data_size, without_heads.data_rank, without_heads.heads_size) == (5, 2, 1, 1)
     with pytest.raises(ValueError, match="expected an axis 'cp'"):
         mesh_roles(AxisStub({"dp": 2, "ring": 3}, {"dp": 0, "ring": 0}))
 

@@ -148,6 +148,13 @@ def test_the_chunk_of_liger_is_known(tokens: int, dim: int, vocabulary: int, chu
     assert _liger.liger_chunk(tokens, dim, vocabulary) == chunk
 
 
+def test_the_chunk_of_a_call_is_of_its_tokens_and_dims(calls: list[Any]) -> None:
+    hidden, weight = torch.empty(1000, 8), torch.empty(24, 8)
+    assert _liger.unsupported(hidden, weight, 512) == ""
+    assert _liger.unsupported(hidden, weight, 511) == "its logits of 512 tokens at a time exceed chunk=511"
+    assert "of one dtype" in _liger.unsupported(hidden, weight.bfloat16(), 512)
+
+
 def test_a_measurement_is_of_the_device_tokens_dims_and_dtype_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     keys: list[Any] = []
     monkeypatch.setattr(_liger, "_measured", lambda key, calls: keys.append(key) or True)
