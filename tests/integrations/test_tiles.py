@@ -125,8 +125,16 @@ def test_a_captured_tensor_that_only_a_later_chunk_uses_raises() -> None:
 @pytest.mark.parametrize("fn", [lambda y: y.mean(1, keepdim=True), lambda y: y[:, ::2], lambda y: y.sum()], ids=["mean", "half", "sum"])
 def test_another_number_of_tokens_raises(fn: Any, differentiable: bool) -> None:
     x = torch.randn(2, 7, 5, requires_grad=differentiable)
-    with pytest.raises(ValueError, match="expected 3 tokens in dim -2 of the result"):
+    with pytest.raises(ValueError, match="expected a tensor of 3 dims with 3 tokens in dim -2"):
         memory.tiled(fn, x, chunk=3)
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_a_result_without_the_dims_of_x_raises(differentiable: bool) -> None:
+    x = torch.randn(2, 4, 5, requires_grad=differentiable)  # as many batch rows as tokens of a chunk
+    for fn, got in ((lambda t: t.sum(-1), r"shape \(2, 2\)"), (lambda t: (t, t), "tuple")):
+        with pytest.raises(ValueError, match=f"got {got}"):
+            memory.tiled(fn, x, chunk=2)
 
 
 def test_results_of_tiled_functions_may_be_modified_in_place() -> None:

@@ -70,11 +70,12 @@ def _checkpointed(fn: TokenFunction, x: Tensor, chunk: int, dim: int) -> Tensor:
 
 
 def _checked_tokens(y: Tensor, part: Tensor, dim: int) -> Tensor:
-    """y, the result of a chunk. Raises ValueError unless it has the chunk's tokens: another result would be joined or broadcast wrongly."""
-    if not -y.ndim <= dim < y.ndim or y.shape[dim] != part.shape[dim]:
+    """y, the result of a chunk. Raises ValueError unless it has the chunk's dims and tokens: another is joined or broadcast wrongly."""
+    if not isinstance(y, Tensor) or y.ndim != part.ndim or y.shape[dim] != part.shape[dim]:
+        got = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
         raise ValueError(
-            f"memory.tiled: expected {part.shape[dim]} tokens in dim {dim} of the result for a chunk of as many, got shape "
-            f"{tuple(y.shape)}; fn must treat every token alike"
+            f"memory.tiled: expected a tensor of {part.ndim} dims with {part.shape[dim]} tokens in dim {dim} as the result for a chunk "
+            f"of as many, got {got}; fn must treat every token alike"
         )
     return y
 

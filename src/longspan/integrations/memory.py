@@ -102,7 +102,7 @@ def tiled(fn: Callable[[Tensor], Tensor], x: Tensor, *, chunk: int, dim: int = -
         dim: The dim of tokens, in x and in the result.
 
     Raises:
-        ValueError: `fn` returns another number of tokens than a chunk has.
+        ValueError: `fn` returns another number of dims or of tokens than a chunk has.
         RuntimeError: In the backward pass, if a tensor that is no parameter needs a gradient in a later chunk and not in the first, or a
             parameter was modified in place since the forward pass.
     """

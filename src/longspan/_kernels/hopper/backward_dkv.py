@@ -44,7 +44,7 @@ the same step, and fewer registers are in use at once. Step i then:
   q, norm i + 1 ──q_full──►   ‖ wait for the queries of step i + 1 while dK is computed                ◄──dq_empty──
 
 On an H200 at head dim 128, PREFETCH takes 3 to 7 % less time with a score mod, and 3 to 6 % more without one. At head dims up to 64,
-without a score mod and isolation, a step has 128 queries (`hopper.dkv_halves`, `hopper.dkv_late`). Keys with head dims of 129 to 192 are
+without a score mod, a step has 128 queries (`hopper.dkv_halves`, `hopper.dkv_late`). Keys with head dims of 129 to 192 are
 in two parts, and P is in shared memory too (`hopper.dkv_parts`).
 With isolation, the producer warp may change tiles in shared memory before it signals that they are full (`hopper.isolation`).
 Without dQ (`hopper.backward_dq` computes it then), there are only the producer warp and the compute warp groups, with PREFETCH.
