@@ -102,3 +102,8 @@ def test_rates_are_operations_by_seconds_without_a_launch(launch: float, seconds
         want = [4.0 * 4 * 8 * n / 1e12 / seconds for n in of_keys]
         assert rates[f"forward_{kind}"] == pytest.approx(want)
         assert rates[f"backward_{kind}"] == pytest.approx([2.5 * rate for rate in want])
+
+
+def test_numbers_of_keys_that_are_measured() -> None:
+    assert measure.KEYS == {"cuda": (128, 256, 512, 1024, 2048, 4096, 16384, 65536), "cpu": (128, 256, 512, 1024)}
+    assert measure.QUICK == {"cuda": (256, 1024, 4096, 16384), "cpu": (64, 128, 256)}

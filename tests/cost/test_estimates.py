@@ -193,3 +193,18 @@ def test_memory_of_a_ulysses_rank_by_hand() -> None:
         "KV and gradients in flight": 0,
     }
     assert f"memory       {sum(got.memory_parts.values()) / 2**20:.2f} MiB per rank at most\n" in str(got)
+
+
+def test_a_simulation_needs_one_token_per_device() -> None:
+    assert simulate(ls.full(), 3, 3, shape=Shape(), cluster="h100", degrees=[1], layouts=("contiguous",))[0].gpus == 3
+    with pytest.raises(ValueError, match="one token or more for each of 3 devices, got 2"):
+        simulate(ls.full(), 2, 3, shape=Shape(), cluster="h100")
+
+
+def test_the_report_names_the_bytes_of_both_transposes() -> None:
+    plan = ls.plan(
+        ls.causal(), 4096, ls.Mesh.abstract((2, 2), axis_names=("ring", "ulysses")), strategy="ulysses_ring", heads=8, kv_heads=2
+    )
+    made = report(plan.data, "h100")
+    first, *_, last = made.bytes_received.sum(1).tolist()
+    assert first != last and f", {(first + last) / 4 / 2**20:.2f} of it by transposes of heads;" in str(made)

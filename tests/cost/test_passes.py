@@ -270,3 +270,10 @@ def test_edges_of_a_mask_are_local_first_and_leave_no_full_tiles_where_all_are_c
     assert partial.tolist() == [[1.0, 2.0, 0.0], [4.0, 1.5, 4.5]]
     full, partial = _full_and_partial(area[1:], useful[1:], 512)  # an edge crosses 4 of the 16 tiles of a unit
     assert partial.tolist() == [[1.0, 0.375, 1.125]] and full.tolist() == [[1.5, 1.0625, 3.1875]]
+
+
+def test_local_kv_has_as_many_bytes_whether_tokens_count_one_batch_row_or_all() -> None:
+    cluster = made_cluster(rate=1e40, hbm=1.0)
+    one, every = (timeline(byte_work(scale=scale), cluster) for scale in (1, 3))
+    assert spans(every.forward)[2] == pytest.approx(spans(one.forward)[2])
+    assert every.backward.compute[1][:, 0].tolist() == pytest.approx(one.backward.compute[1][:, 0].tolist())
