@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -387,6 +388,22 @@ def test_layouts_are_the_declared_ones_else_the_default(mesh: DeviceMesh, monkey
     assert seen == [[[12, 6], [0, 1, 10, 11], [0, 5]], [[12], [0, 1, 2, 3], [0, 5]]]
     plain = torch.ones(1, 1, 2, 3)
     assert torch.equal(cache.sdpa(plain, plain, plain), plain) and len(seen) == 2
+
+
+def test_flex_without_a_block_mask_has_the_declared_layouts(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks, asked = tc._ForwardHooks(tc._ContextParallel(2, FLEX), mesh), []
+
+    def of(mesh: Any, layouts: Any) -> Any:
+        asked.append(layouts)
+        return SimpleNamespace(flex=lambda *args, **kwargs: (args, kwargs))
+
+    monkeypatch.setattr(hooks._dispatchers, "of", of)
+    declared = {12: layout_of(None, 12, RANKS)}
+    for layouts in ({}, declared):
+        if layouts:
+            _dispatcher.declare_layouts(mesh.get_group().group_name, layouts)
+        assert hooks._flex("q", "k", "v", "score", None, 0.5, flag=True) == (("q", "k", "v", "score", None, 0.5), {"flag": True})  # type: ignore[arg-type]
+    assert asked == [{}, declared]
 
 
 def test_enabling_twice_and_disabling_once_leaves_nothing() -> None:
