@@ -127,3 +127,18 @@ def test_only_the_last_plans_are_kept() -> None:
     for key in ("a", "b", "a", "c", "a", "b", None, None):
         assert ask(key) == {"plan": key}
     assert made == ["a", "b", "c", "b", None, None]  # "b" was the least recently used when "c" came
+
+
+def test_plain_options_have_a_key_of_all_parts_of_a_call() -> None:
+    calls = [
+        ({FULL: ls.causal()}, LENGTH, MESH, {"batch": 2, "strategy": "ring"}),
+        ({"other": ls.causal()}, LENGTH, MESH, {"batch": 2, "strategy": "ring"}),
+        ({FULL: ls.full()}, LENGTH, MESH, {"batch": 2, "strategy": "ring"}),
+        ({FULL: ls.causal()}, LENGTH + 1, MESH, {"batch": 2, "strategy": "ring"}),
+        ({FULL: ls.causal()}, LENGTH, ls.Mesh.abstract(MESH.size + 1), {"batch": 2, "strategy": "ring"}),
+        ({FULL: ls.causal()}, LENGTH, MESH, {"batch": 3, "strategy": "ring"}),
+        ({FULL: ls.causal()}, LENGTH, MESH, {}),
+    ]
+    keys = [plans_key(*call) for call in calls]
+    assert None not in keys and len(set(keys)) == len(keys)
+    assert plans_key({FULL: ls.causal()}, LENGTH, MESH, {"strategy": "ring", "batch": 2}) == keys[0]

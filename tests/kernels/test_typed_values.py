@@ -1,4 +1,4 @@
-"""Values of generated code: their types, bounds and spellings."""
+"""Values of generated code: their types, bounds and spellings; weights of a tile."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from longspan._kernels.gpu.typed_values import (
     type_of,
     wrapped_number,
 )
+from longspan._kernels.tile_math import softmax_tile
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool], ids=str)
@@ -71,3 +72,9 @@ def test_values_are_converted_where_types_differ() -> None:
     for bound, text in ((EXACT_FLOAT - 1, "(x.to(tl.float32) - x.to(tl.float32))"), (EXACT_FLOAT, "d.to(tl.float32)")):
         difference = Value(text="d", type="int32", bound=bound, floated=("{} - {}", (x, x)))
         assert difference.to("float32") == text and difference.to("float64") == "d.to(tl.float64)"
+
+
+def test_weights_of_scores_and_of_rows_that_see_nothing() -> None:
+    weights, lse, largest = softmax_tile(torch.tensor([[0.0, 0.0, -torch.inf], [-torch.inf] * 3, [torch.inf, 0.0, 0.0]]))
+    assert weights[:2].tolist() == [[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]] and weights[2].isnan().any()
+    assert lse[:2].tolist() == [pytest.approx(math.log(2)), -math.inf] and largest.tolist() == [0.0, -math.inf, math.inf]
