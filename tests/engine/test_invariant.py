@@ -14,7 +14,8 @@ from tests import invariant_cases as cases
 
 import longspan as ls
 from longspan._engine.invariant_mode import is_invariant
-from longspan.testing import virtual_world
+from longspan._kernels import invariant_tiles
+from longspan.testing import oracle, virtual_world
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.repetition] * (n >= 16)) for n in range(24)])
@@ -132,6 +133,23 @@ def test_nan_in_other_documents_does_not_change_a_bit() -> None:
     got = cases.results(one, tensors, cases.packed_mask(one, [before], [60]))
     inside = {n: x[:, :, before : before + one.length] for n, x in got.items() if n != "dsink"}
     assert cases.differences(inside, want) == []
+
+
+@pytest.mark.parametrize("product", ["_bmm_of_wider", "_sum_of_outer_products"])
+def test_where_a_product_depends_on_the_place_of_a_row_another_one_is_taken(product: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test_a_document_…` takes the one that suits this machine; these are for others. Head dims are no multiples of 16 or 48."""
+    taken = getattr(invariant_tiles, product)
+    monkeypatch.setattr(invariant_tiles, "_is_invariant", lambda one, *_: one is taken)
+    products = [invariant_tiles._bmm, invariant_tiles._bmm_of_wider, invariant_tiles._sum_of_outer_products]
+    chosen = invariant_tiles._invariant_product(torch.float64, 16, 80)
+    assert chosen is taken
+    a, x = torch.randn(3, 128, 80, dtype=torch.float64), torch.randn(3, 128, 80, dtype=torch.float64).mT
+    assert all(torch.allclose(one(a, x), a @ x, rtol=1e-13, atol=1e-12) for one in products)
+    q, k, v = (torch.randn(2, 3, n, d, dtype=torch.float64) for n, d in ((150, 20), (170, 20), (170, 9)))
+    with ls.invariant():
+        out, lse = ls.attention(q, k, v, mask=ls.causal(), return_lse=True, kernel="cpu")
+    want, want_lse = oracle(q, k, v, mask=ls.causal(), return_lse=True)
+    assert torch.allclose(out, want, rtol=1e-12, atol=1e-12) and torch.allclose(lse, want_lse, rtol=1e-12, atol=1e-12)
 
 
 def test_strides_of_the_inputs_do_not_change_a_bit() -> None:

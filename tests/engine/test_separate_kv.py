@@ -62,7 +62,7 @@ def with_plan(made: ls.Plan, p: Problem, shape: Any, lay: Callable[[Tensor, int]
 
 
 def assert_close(got: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    """Compare up to the order of sums: one exchange orders received rows by rank, several order them by stage."""
+    """Compare up to the order of sums: one exchange orders received rows by rank, several by stage, and products may depend on strides."""
     for name, want in right.items():
         assert Results(got).error(Results(right), name) <= 1e-12 * max(1.0, float(want[torch.isfinite(want)].abs().max())), name
 
@@ -86,17 +86,13 @@ def test_separate_exchanges_equal_packed_ones_for_all_strides(
     right, names, size = with_plan(made, p, 4, lambda t, _: t)
     assert len(names) == 3 * schedule.stages  # KV forward, KV backward, gradients
     monkeypatch.setattr(kv_exchange, "SEPARATE_KV_BYTES", 0)
-    results = []
     lays: list[Callable[[Tensor, int], Tensor]] = [lambda t, _: t, lambda t, _: by_token(t), lambda t, rank: by_token(t) if rank % 2 else t]
     for lay in lays:  # the last one: strides that differ between ranks
         got, exchanges, moved = with_plan(made, p, 4, lay)
         assert_close(got, right)
-        results.append(got)
         assert moved == size
         for kind in ("keys, forward", "values, forward", "keys, backward", "values, backward", "return of gradients"):
             assert sum(n.endswith(kind) for n in exchanges) == len(schedule.steps)
-    for name, want in results[0].items():
-        assert all(torch.equal(other[name], want) for other in results[1:]), name
 
 
 def test_kv_with_tokens_outermost_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +143,7 @@ def test_a_kernel_that_reads_two_buffers_gets_local_kv_uncopied(mask: str, monke
     monkeypatch.setattr(kv_exchange, "SEPARATE_KV_BYTES", 0)
     monkeypatch.setattr(kv_exchange, "copy_rows_", lambda out, x: (copied.append(x.shape), out.copy_(x)))
     got, exchanges, moved = over(p, 4, lambda t, _: by_token(t), **WAYS["at once"])
-    for name, want in right.items():
-        assert torch.equal(got[name], want), name
+    assert_close(got, right)
     assert moved == size and (len(names), len(exchanges)) == (3, 5)
     assert bool(copied) == (mask != "causal")  # two batch rows are not token-outermost
     assert bool(buffers) == (mask != "rows differ")  # their rows are scattered in the buffer

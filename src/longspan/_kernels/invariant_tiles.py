@@ -4,10 +4,12 @@ Every tile is padded to BLOCK_SIZE × BLOCK_SIZE. A row's sums over a KV tile ar
 accumulated in the order of the table's columns. Padding, masked pairs and tiles without a visible pair add exact zeros, so that neither
 the other rows of a tile nor skipped tiles change a bit. Gradients of KV rows are accumulated over query tiles in the same way.
 
-What is left to the libraries: a matrix product must compute each element in an order that depends on the product's shape alone.
-`check_products` tests it. Elementwise operations round each element on its own.
+What is left to the libraries: a matrix product must compute each element in an order that depends on the product's shape alone. Most
+do so for contiguous operands whose dims are multiples of 16, to which head dims are padded; `_invariant_product` takes another product
+where they do not. Elementwise operations round each element on its own.
 
-Legend as in `longspan._kernels.protocol`; N = B · H, T = BLOCK_SIZE. Padded tiles are [N, T, ...], KV repeated for every query head.
+Legend as in `longspan._kernels.protocol`; N = B · H, T = BLOCK_SIZE, W a head dim padded to a multiple of 16. Padded tiles are
+[N, T, ...], KV repeated for every query head.
 """
 
 from __future__ import annotations
@@ -18,12 +20,16 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from longspan._kernels.nonfinite import masked_product
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, State, Work, like_query, state_dtype
 from longspan._kernels.tile_math import add_lookup_grads_
 from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import BLOCK_SIZE, FULL
+
+WIDTH = 16  # head dims are padded to a multiple
+Product = Callable[[Tensor, Tensor], Tensor]  # of contiguous batches of matrices
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,7 +43,7 @@ class _TilePair:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _QueryRows:
-    """A padded query tile of a backward pass: q, grad_out [N, T, ...]; lse (+inf in blind rows and padding) and delta [N, T, 1]."""
+    """A padded query tile of a backward pass: q, grad_out [N, T, W]; lse (+inf in blind rows and padding) and delta [N, T, 1]."""
 
     q: Tensor
     grad_out: Tensor
@@ -54,6 +60,7 @@ class InvariantTiles:
         self.wide = state_dtype(self.q.dtype)
         self.ratio = self.q.shape[1] // self.k.shape[1]
         self.items = self.q.shape[0] * self.q.shape[1]
+        self.bmm = _invariant_product(self.wide, _width(self.q.shape[-1]), _width(self.v.shape[-1]))
         kinds = work.table.to_dense().flatten(0, 1)  # [batch · heads, query tiles, KV tiles]
         self.computed, self.whole = (kinds > 0).any(0), (kinds == FULL).all(0)
         self._kv_tiles: dict[tuple[bool, int], Tensor] = {}
@@ -68,7 +75,7 @@ class InvariantTiles:
             rows = _rows(self.work.q_tiles, i)
             top, total, acc = self._start(state, rows)
             largest = torch.full_like(top, -torch.inf)
-            queries = _padded(q[:, :, rows], wide)
+            queries = _wide_rows(q[:, :, rows], wide)
             for j in self.computed[i].nonzero()[:, 0].tolist():
                 pair = self._scores(queries, i, j)
                 tile_max = pair.scores.amax(-1, keepdim=True)
@@ -77,14 +84,14 @@ class InvariantTiles:
                 base = new_top.masked_fill(new_top == -torch.inf, 0.0)  # rows that saw nothing yet: −inf − −inf would be NaN
                 weights, shrink = torch.exp(pair.scores - base), torch.exp(top - base)
                 total = total * shrink + tree_sum(weights)
-                acc = acc * shrink + _product(weights, self._kv_tile(self.v, j), pair.seen)
+                acc = acc * shrink + self._product(weights, self._kv_tile(self.v, j), pair.seen)
                 top = new_top
             seen = total != 0  # also where total is NaN: a row that sees a NaN has lse NaN
             total = total.masked_fill(~seen, 1.0)
-            out[:, :, rows] = self._unpadded(acc / total + 0.0, rows).to(q.dtype)  # + 0.0: skipped tiles may leave −0
-            lse[:, :, rows] = self._unpadded(torch.where(seen, top + torch.log(total), -torch.inf), rows)[..., 0]
+            out[:, :, rows] = self._unpadded(acc / total + 0.0, rows, out.shape[-1]).to(q.dtype)  # + 0.0: skipped tiles may leave −0
+            lse[:, :, rows] = self._unpadded(torch.where(seen, top + torch.log(total), -torch.inf), rows, 1)[..., 0]
             if row_max is not None:
-                row_max[:, :, rows] = self._unpadded(largest, rows)[..., 0]
+                row_max[:, :, rows] = self._unpadded(largest, rows, 1)[..., 0]
         return State(out=out, lse=lse, max_scores=row_max)
 
     def backward(self, tensors: BackwardInputs, *, wide: bool) -> Grads:
@@ -106,10 +113,11 @@ class InvariantTiles:
                 columns = _rows(work.kv_tiles, j)
                 p, ds, seen = self._gradients(queries, i, j, captured)
                 if for_q:
-                    dq[:, :, rows] += self._unpadded(_product(ds, self._kv_tile(k, j), seen), rows)
+                    dq[:, :, rows] += self._unpadded(self._product(ds, self._kv_tile(k, j), seen), rows, dq.shape[-1])
                 if for_kv:
-                    dk[:, :, columns] += self._unpadded(_product(ds.mT, queries.q, None if seen is None else seen.mT), columns)
-                    dv[:, :, columns] += self._unpadded(_product(p.mT, queries.grad_out, None if seen is None else seen.mT), columns)
+                    seen_by_key = None if seen is None else seen.mT
+                    dk[:, :, columns] += self._unpadded(self._product(ds.mT, queries.q, seen_by_key), columns, dk.shape[-1])
+                    dv[:, :, columns] += self._unpadded(self._product(p.mT, queries.grad_out, seen_by_key), columns, dv.shape[-1])
         grads = [dq * work.scale, self._group_sum(dk) * work.scale, self._group_sum(dv)]
         grads = [(g + 0.0).to(self.wide if wide else t.dtype) for g, t in zip(grads, (q, k, v), strict=True)]
         return Grads(q=grads[0], k=grads[1], v=grads[2], captured=captured)
@@ -117,23 +125,27 @@ class InvariantTiles:
     def _start(self, state: State | None, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         """(running max, running sum, accumulator) of padded rows before the first tile."""
         shape, dtype, device = (self.items, BLOCK_SIZE, 1), self.wide, self.q.device
-        acc = torch.zeros((self.items, BLOCK_SIZE, self.v.shape[-1]), dtype=dtype, device=device)
+        acc = torch.zeros((self.items, BLOCK_SIZE, _width(self.v.shape[-1])), dtype=dtype, device=device)
         if state is None:
             return torch.full(shape, -torch.inf, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device), acc
         top = _padded(state.lse[:, :, rows, None], dtype)
         return top, (top != -torch.inf).to(dtype), acc
 
     def _kv_tile(self, x: Tensor, tile: int) -> Tensor:
-        """A padded tile of k or v [N, T, ...], repeated for each query head. Cached for the call."""
+        """A padded tile of k or v [N, T, W], repeated for each query head. Cached for the call."""
         key = (x is self.k, tile)
         if key not in self._kv_tiles:
             rows = _rows(self.work.kv_tiles, tile)
-            self._kv_tiles[key] = _padded(x[:, :, rows].repeat_interleave(self.ratio, 1), self.wide)
+            self._kv_tiles[key] = _wide_rows(x[:, :, rows].repeat_interleave(self.ratio, 1), self.wide)
         return self._kv_tiles[key]
 
-    def _unpadded(self, x: Tensor, rows: slice) -> Tensor:
-        """The first rows of a padded tile, [B, H, rows, ...]."""
-        return x[:, : rows.stop - rows.start].unflatten(0, self.q.shape[:2])
+    def _product(self, a: Tensor, x: Tensor, seen: Tensor | None) -> Tensor:
+        """a @ x over the pairs of `a` where `seen`; hidden pairs count as 0 whatever x holds."""
+        return self.bmm(a, x) if seen is None else masked_product(self.bmm, a, x, seen)
+
+    def _unpadded(self, x: Tensor, rows: slice, dim: int) -> Tensor:
+        """The first rows and elements of a padded tile, [B, H, rows, dim]."""
+        return x[:, : rows.stop - rows.start, :dim].unflatten(0, self.q.shape[:2])
 
     def _group_sum(self, grads: Tensor) -> Tensor:
         """Gradients [B, H, K, ...] summed over the query heads of each KV head, in order."""
@@ -167,7 +179,7 @@ class InvariantTiles:
         return inside.expand(*self.q.shape[:2], BLOCK_SIZE, BLOCK_SIZE).flatten(0, 1)
 
     def _scores(self, queries: Tensor, i: int, j: int) -> _TilePair:
-        raw = torch.bmm(queries * self.work.scale, self._kv_tile(self.k, j).mT)
+        raw = self.bmm(queries * self.work.scale, self._kv_tile(self.k, j).mT)
         scores = raw
         if self.work.score is not None:
             scores = self._by_head(lambda s, at: self._score_program(s, at), raw, i, j)
@@ -188,8 +200,8 @@ class InvariantTiles:
     def _query_rows(self, tensors: BackwardInputs, delta: Tensor, rows: slice) -> _QueryRows:
         lse = _padded(tensors.lse[:, :, rows, None], self.wide, value=-torch.inf)
         return _QueryRows(
-            q=_padded(self.q[:, :, rows], self.wide),
-            grad_out=_padded(tensors.grad_out[:, :, rows], self.wide),
+            q=_wide_rows(self.q[:, :, rows], self.wide),
+            grad_out=_wide_rows(tensors.grad_out[:, :, rows], self.wide),
             lse=lse.masked_fill(lse == -torch.inf, torch.inf),
             delta=_padded(delta[:, :, rows, None], self.wide),
         )
@@ -198,7 +210,7 @@ class InvariantTiles:
         """(p, ds, seen) of a tile: probabilities and the gradient of q·k · scale, 0 for hidden pairs."""
         pair, work = self._scores(rows.q, i, j), self.work
         p = torch.exp(pair.scores - rows.lse)
-        ds = p * (torch.bmm(rows.grad_out, self._kv_tile(self.v, j).mT) - rows.delta)
+        ds = p * (self.bmm(rows.grad_out, self._kv_tile(self.v, j).mT) - rows.delta)
         if work.score is not None:
             assert work.joint is not None
             joint, result = work.joint, work.score.result.meta["val"].dtype
@@ -233,44 +245,48 @@ def tree_sum(x: Tensor) -> Tensor:
     return x
 
 
-def check_products(dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
-    """Raise RuntimeError if this machine's matrix products round a row differently at another place, beside other rows or in a batch."""
-    wide = state_dtype(dtype)
-    for dim in sorted(set(head_dims)):
-        if not _products_are_invariant(wide, dim, torch.get_num_threads()):
-            raise RuntimeError(
-                f"longspan.invariant(): on this machine, torch.bmm of {BLOCK_SIZE} × {dim} tiles in {wide} gives a row other bits at "
-                "another place in the tile or in another batch; use another BLAS library, or leave the context"
-            )
-
-
-@cache
-def _products_are_invariant(dtype: torch.dtype, dim: int, threads: int) -> bool:
-    """threads: of torch; a key of the cache only."""
-    generator = torch.Generator().manual_seed(dim)
-    a, b, p = (
-        torch.randn(3, *size, generator=generator, dtype=dtype) for size in ((BLOCK_SIZE, dim), (BLOCK_SIZE, dim), (BLOCK_SIZE,) * 2)
-    )
-    order = torch.randperm(BLOCK_SIZE, generator=generator)
-    scores, sums = torch.bmm(a, b.mT), torch.bmm(p, b)
-    moved = (
-        (torch.bmm(a[:, order], b.mT), scores[:, order]),
-        (torch.bmm(a, b[:, order].mT), scores[:, :, order]),
-        (torch.bmm(p[:, order], b), sums[:, order]),
-        (torch.bmm(a[1:2], b[1:2].mT), scores[1:2]),
-        (torch.bmm(p[1:2], b[1:2]), sums[1:2]),
-    )
-    return all(torch.equal(x, y) for x, y in moved)
-
-
-def _product(a: Tensor, x: Tensor, seen: Tensor | None) -> Tensor:
-    """a @ x over the pairs of `a` where `seen`; hidden pairs count as 0 whatever x holds."""
-    return _bmm(a, x) if seen is None else masked_product(_bmm, a, x, seen)
+def _invariant_product(dtype: torch.dtype, *widths: int) -> Product:
+    """The first matrix product whose rows and columns have the same bits at every place, beside any others and in any batch."""
+    products, threads = (_bmm, _bmm_of_wider), torch.get_num_threads()
+    invariant = (one for one in products if all(_is_invariant(one, dtype, width, threads) for width in set(widths)))
+    return next(invariant, _sum_of_outer_products)
 
 
 def _bmm(a: Tensor, x: Tensor) -> Tensor:
     """a @ x of contiguous copies: libraries have a routine of its own for transposed operands."""
     return torch.bmm(a.contiguous(), x.contiguous())
+
+
+def _bmm_of_wider(a: Tensor, x: Tensor) -> Tensor:
+    """a @ x with columns of zeros up to a multiple of 48: MKL on AMD rounds columns after the last multiple of 24 in another way."""
+    return _bmm(a, pad(x, (0, -x.shape[-1] % 48)))[..., : x.shape[-1]]
+
+
+def _sum_of_outer_products(a: Tensor, x: Tensor) -> Tensor:
+    """a @ x by elementwise operations."""
+    total = torch.zeros((a.shape[0], a.shape[1], x.shape[2]), dtype=a.dtype, device=a.device)
+    for k in range(a.shape[2]):
+        total += a[:, :, k, None] * x[:, k, None]
+    return total
+
+
+@cache
+def _is_invariant(product: Product, dtype: torch.dtype, width: int, threads: int) -> bool:
+    """Whether products of a tile of random numbers are. threads: of torch; a key of the cache only."""
+    generator = torch.Generator().manual_seed(width)
+    a, b, p = (
+        torch.randn(3, *size, generator=generator, dtype=dtype) for size in ((BLOCK_SIZE, width), (BLOCK_SIZE, width), (BLOCK_SIZE,) * 2)
+    )
+    order = torch.randperm(BLOCK_SIZE, generator=generator)
+    scores, sums = product(a, b.mT), product(p, b)
+    moved = (
+        (product(a[:, order], b.mT), scores[:, order]),
+        (product(a, b[:, order].mT), scores[:, :, order]),
+        (product(p[:, order], b), sums[:, order]),
+        (product(a[1:2], b[1:2].mT), scores[1:2]),
+        (product(p[1:2], b[1:2]), sums[1:2]),
+    )
+    return all(torch.equal(x, y) for x, y in moved)
 
 
 def _rows(tiling: Tiling, tile: int) -> slice:
@@ -283,8 +299,17 @@ def _positions(tiling: Tiling, tile: int, device: torch.device) -> Tensor:
     return position + torch.arange(BLOCK_SIZE, device=device).clamp(max=count - 1)
 
 
-def _padded(x: Tensor, dtype: torch.dtype, value: float = 0.0) -> Tensor:
-    """x [B, H, n, ...] as a contiguous [B · H, T, ...] in `dtype`; rows past n hold `value`."""
-    out = torch.full((x.shape[0] * x.shape[1], BLOCK_SIZE, x.shape[3]), value, dtype=dtype, device=x.device)
-    out[:, : x.shape[2]] = x.flatten(0, 1)
+def _width(dim: int) -> int:
+    return -(-dim // WIDTH) * WIDTH
+
+
+def _wide_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [B, H, n, D] as a contiguous [B · H, T, W] in `dtype`, padded with zeros."""
+    return _padded(x, dtype, width=_width(x.shape[-1]))
+
+
+def _padded(x: Tensor, dtype: torch.dtype, *, width: int = 1, value: float = 0.0) -> Tensor:
+    """x [B, H, n, D] as a contiguous [B · H, T, width] in `dtype`; the padding holds `value`."""
+    out = torch.full((x.shape[0] * x.shape[1], BLOCK_SIZE, width), value, dtype=dtype, device=x.device)
+    out[:, : x.shape[2], : x.shape[3]] = x.flatten(0, 1)
     return out
