@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("--file-limit", type=float, default=600.0, help="seconds to record one test file")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of tests for one mutant")
     parser.add_argument("--fuzz", type=float, default=15.0, help="seconds of random cases for each survivor")
+    parser.add_argument("--part", default="1/1", help="I/N: judge every Nth mutant from the Ith on, to share a recording between processes")
     parser.add_argument("--list", action="store_true", help="only print the mutants")
     parser.add_argument("--json", action="store_true", help="print the verdicts as JSON in the last line")
     options = parser.parse_args()
@@ -74,7 +75,8 @@ def main() -> int:
         verdicts = [json.loads(line) for line in options.out.read_text().splitlines()]
     names = [f.name for f in fields(Mutant)]
     known = {Mutant(**{name: one[name] for name in names}) for one in verdicts}
-    judged = {number for number, mutant in enumerate(mutants) if mutant in known}
+    part, parts = map(int, options.part.split("/"))
+    judged = {number for number, mutant in enumerate(mutants) if mutant in known or number % parts != part - 1}
 
     def report(number: int, verdict: str, seconds: float) -> None:
         verdicts.append(asdict(mutants[number]) | {"package": mutants[number].package, "verdict": verdict})

@@ -66,7 +66,8 @@ def isolated_backward(
     q, k, v, grad_out, out, lse = _computed(tiles.q[at], tiles.k[keys], tiles.v[keys], terms.grad_out[at], terms.out[at], terms.lse[at])
     if delta is None and grad_lse is not None:
         delta = plain_delta(terms.out, terms.grad_out, terms.grad_lse)
-    whole = (terms.grad_out, terms.out) if delta is None else (delta,)  # NaN and inf of either, and of grad_lse, are in delta
+    # delta has the NaN and inf of out and grad_lse. Not the size of grad_out: in a row that sees nothing, out is 0.
+    whole = (terms.grad_out, terms.out if delta is None else delta)
     here = (q, k, v, grad_out, out, lse.masked_fill(lse == -torch.inf, 0.0), *(() if grad_lse is None else (grad_lse,)))
     if rect.kind == "full" or tiles.bounded(tiles.q, tiles.k, tiles.v, *whole, lse=terms.lse) or within(tiles.limit, *here):
         return operator(q, k, v, OutputTerms(grad_out, out, lse, grad_lse))
