@@ -1,8 +1,8 @@
 """The mask of a mask_mod function or of a BlockMask, remembered as an attribute of it, so that repeated calls find the same mask.
 
 A remembered mask is used while it is current. Of a function: its trace, whose guards notice changed closures and globals, is the same
-program over the same tensors. Of a BlockMask: its lists are the same tensors, unmodified. The mask does not refer to its object, and no
-cache holds it: a closure is dropped together with the tensors that it captures.
+preamble and program over the same tensors. Of a BlockMask: its lists are the same tensors, unmodified, and so is the trace. The mask does
+not refer to its object, and no cache holds it: a closure is dropped together with the tensors that it captures.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.nn.attention.flex_attention import BlockMask
 
 from longspan._masks.algebra import FromBlockMask, Mask, as_mask
+from longspan._masks.program import canonical_text
 from longspan._masks.trace_cache import traces
 from longspan._masks.trace_guard import REMEMBERED_MASK
 from longspan._masks.tracing import Traced
@@ -83,6 +85,13 @@ def _trace(mask: FromBlockMask) -> Traced:
 
 
 def _same(old: Traced, new: Traced) -> bool:
-    """Whether two traces are the same program over the same tensors."""
+    """Whether two traces are the same preamble and program over the same tensors."""
     same_tensors = len(old.sources) == len(new.sources) and all(a is b for a, b in zip(old.sources, new.sources, strict=True))
-    return same_tensors and old.program.key == new.program.key
+    return same_tensors and old.program.key == new.program.key and _same_preamble(old.preamble, new.preamble)
+
+
+def _same_preamble(old: GraphModule | None, new: GraphModule | None) -> bool:
+    """Whether two preambles compute the same values. Their graphs hold the Python numbers that the mod used."""
+    if old is None or new is None or old is new:
+        return old is new
+    return canonical_text(old.graph) == canonical_text(new.graph)
