@@ -137,6 +137,49 @@ def test_a_result_without_the_dims_of_x_raises(differentiable: bool) -> None:
             memory.tiled(fn, x, chunk=2)
 
 
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize(
+    ("later", "got"),
+    [
+        (lambda y: y[..., :1], r"torch.float64 and \(2, 3, 1\)"),
+        (lambda y: y[:1], r"torch.float64 and \(1, 3, 5\)"),
+        (lambda y: y.float(), r"torch.float32 and \(2, 3, 5\)"),
+    ],
+    ids=["last dim", "batch", "dtype"],
+)
+def test_a_later_chunk_with_another_dtype_or_other_dims_raises(later: Any, got: str, differentiable: bool) -> None:
+    x = torch.randn(2, 7, 5, dtype=torch.float64).abs()
+    x[:, 3:] *= -1
+    x.requires_grad_(differentiable)
+    with pytest.raises(ValueError, match=rf"the first chunk's result for every chunk: torch.float64 and \(2, 3, 5\), got {got}"):
+        memory.tiled(lambda t: later(t.sin()) if t[0, 0, 0] < 0 else t.sin(), x, chunk=3)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
+def test_tokens_may_lie_in_any_dim(dim: int) -> None:
+    x = torch.randn(4, 7, 5, dtype=torch.float64, requires_grad=True)
+    y = memory.tiled(torch.sin, x, chunk=3, dim=dim)
+    torch.testing.assert_close((y, *grads_of(y, x)), (x.sin(), *grads_of(x.sin(), x)))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no such dim": ({"dim": 3}, ValueError, r"expected a tensor x with a dim 3, got shape \(2, 4, 5\)"),
+    "no such dim from the end": ({"dim": -4}, ValueError, r"expected a tensor x with a dim -4, got shape \(2, 4, 5\)"),
+    "no tensor": ({"x": [1.0]}, ValueError, "expected a tensor x with a dim -2, got list"),
+    "dim of a float": ({"dim": 1.0}, TypeError, "expected an integer dim, got 1.0, a float"),
+    "chunk of a float": ({"chunk": 2.5}, TypeError, "chunk: expected an integer, got float"),
+    "chunk of a bool": ({"chunk": True}, ValueError, "chunk: expected an integer >= 1, got True"),
+    "no chunk": ({"chunk": 0}, ValueError, "chunk: expected an integer >= 1, got 0"),
+}
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_wrong_chunks_and_dims_raise(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = {"x": torch.randn(2, 4, 5), "chunk": 2} | changed
+    with pytest.raises(error, match=f"memory.tiled: {message}"):
+        memory.tiled(torch.sin, **arguments)
+
+
 def test_results_of_tiled_functions_may_be_modified_in_place() -> None:
     module, x = mlp(), torch.randn(2, 11, 5, dtype=torch.float64, requires_grad=True)
     want = grads_of(module(x) * 3, x)

@@ -63,21 +63,37 @@ def _may_be_one_node(x: Tensor) -> bool:
 def _checkpointed(fn: TokenFunction, x: Tensor, chunk: int, dim: int) -> Tensor:
     run, random = WideSums(fn), None if torch.compiler.is_compiling() else RandomStates(x.device)
     options: Any = {} if random is None else {"preserve_rng_state": False, "context_fn": random.contexts}
-    parts = [_checked_tokens(checkpoint(run, part, use_reentrant=False, **options), part, dim) for part in x.split(chunk, dim)]
+    parts: list[Tensor] = []
+    for part in x.split(chunk, dim):
+        y = checkpoint(run, part, use_reentrant=False, **options)
+        parts.append(_checked_tokens(y, part, dim, first=parts[0] if parts else None))
     if random is not None:
         random.note()
     return torch.cat(parts, dim)
 
 
-def _checked_tokens(y: Tensor, part: Tensor, dim: int) -> Tensor:
-    """y, the result of a chunk. Raises ValueError unless it has the chunk's dims and tokens: another is joined or broadcast wrongly."""
+def _checked_tokens(y: Tensor, part: Tensor, dim: int, *, first: Tensor | None) -> Tensor:
+    """y, the result of a chunk. Raises ValueError if it would be joined or broadcast wrongly.
+
+    It must have the chunk's dims and tokens, and the dtype and other dims of `first`, the result of the first chunk.
+    """
     if not isinstance(y, Tensor) or y.ndim != part.ndim or y.shape[dim] != part.shape[dim]:
         got = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
         raise ValueError(
             f"memory.tiled: expected a tensor of {part.ndim} dims with {part.shape[dim]} tokens in dim {dim} as the result for a chunk "
             f"of as many, got {got}; fn must treat every token alike"
         )
+    if first is not None and (y.dtype != first.dtype or _other_dims(y, dim) != _other_dims(first, dim)):
+        raise ValueError(
+            f"memory.tiled: expected the dtype and, except for dim {dim}, the shape of the first chunk's result for every chunk: "
+            f"{first.dtype} and {tuple(first.shape)}, got {y.dtype} and {tuple(y.shape)}; fn must treat every token alike"
+        )
     return y
+
+
+def _other_dims(y: Tensor, dim: int) -> tuple[int, ...]:
+    """The shape of y without `dim`."""
+    return *y.shape[:dim], *y.shape[dim:][1:]
 
 
 class _Saved(torch.autograd.Function):
@@ -140,7 +156,7 @@ class _Call:
         self.random.note()
         part, stand_ins = next(iter(x.split(self.chunk, self.dim))).detach().requires_grad_(), _StandIns()
         with saved_tensors_hooks(_nothing, _nothing), Replaced(stand_ins):  # never differentiated
-            y = _checked_tokens(self.fn(part), part, self.dim)
+            y = _checked_tokens(self.fn(part), part, self.dim, first=None)
         leaves = _leaves(y)
         if not leaves or not leaves <= stand_ins.ids | {id(part)}:
             self.random.restore(0)
@@ -160,7 +176,7 @@ class _Call:
             self.random.note()
             stand_ins = _StandIns()
             with Replaced(stand_ins):
-                target.copy_(_checked_tokens(self.fn(part), part, self.dim))
+                target.copy_(_checked_tokens(self.fn(part), part, self.dim, first=first))
             self.given |= stand_ins.parameters
         self.random.note()
         self.versions = [p._version for p in self.parameters]

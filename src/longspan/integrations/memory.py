@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
+from longspan._cache.arguments import integer
+from longspan._plan.sharding import check_dims
 from longspan.integrations._configs import is_masked_lm
 from longspan.integrations._forward import PlanKeepingCheckpoint, outside_of_forwards, record_loss
 from longspan.integrations._host_store import HostStore, HostTensor
@@ -102,12 +104,17 @@ def tiled(fn: Callable[[Tensor], Tensor], x: Tensor, *, chunk: int, dim: int = -
         dim: The dim of tokens, in x and in the result.
 
     Raises:
-        ValueError: `fn` returns another number of dims or of tokens than a chunk has.
+        TypeError: `chunk` or `dim` is not an integer.
+        ValueError: `chunk` is less than 1, or x has no such dim. `fn` returns another number of dims or of tokens than a chunk has, or
+            results of different dtypes or other dims for different chunks.
         RuntimeError: In the backward pass, if a tensor that is no parameter needs a gradient in a later chunk and not in the first, or a
             parameter was modified in place since the forward pass.
     """
-    if chunk < 1:
-        raise ValueError(f"memory.tiled: expected chunk of at least 1 token, got {chunk}")
+    chunk = integer(chunk, "memory.tiled: chunk", least=1)
+    check_dims("memory.tiled", dim)
+    if not isinstance(x, Tensor) or not -x.ndim <= dim < x.ndim:
+        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"memory.tiled: expected a tensor x with a dim {dim}, got {got}")
     if x.shape[dim] <= chunk:
         return fn(x)
     return run_tiled(fn, x, chunk, dim)
