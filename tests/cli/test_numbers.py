@@ -69,13 +69,16 @@ def test_counts_have_suffixes_and_limits() -> None:
 
 def test_heads_factors_and_seeds() -> None:
     assert [parse.heads(text) for text in ("32/8", "6", " 4/4 ")] == [(32, 8), (6, 6), (4, 4)]
-    for text in ("8/3", "0", "8/0", "2/4", "a", "8/"):
+    assert parse.heads(f"{1 << 48}/1") == (1 << 48, 1)
+    for text in ("8/3", "0", "8/0", "2/4", "a", "8/", str(2 << 48), "9" * 5000, "8/" + "9" * 5000):
         with pytest.raises(UsageError, match="--heads: expected query heads"):
             parse.heads(text)
     assert parse.factors("3:1.5,1:2", "--x", 4) == {3: 1.5, 1: 2.0} and parse.factors(None, "--x", 4) == {} == parse.factors("", "--x", 4)
-    for text in ("4:2", "1:0", "1:-2", "x:1", "1"):
+    for text in ("4:2", "1:0", "1:-2", "x:1", "1", "9" * 5000 + ":1"):
         with pytest.raises(UsageError, match="a rank below 4 and a factor above 0"):
             parse.factors(text, "--x", 4)
+    with pytest.raises(UsageError, match="--x: expected one factor per rank, got several for rank 1"):
+        parse.factors("1:2,0:2,01:3", "--x", 4)
     assert [parse.seed(n) for n in (-(2**63), 2**63 - 1)] == [-(2**63), 2**63 - 1]
     for wrong in (2**63, -(2**63) - 1):
         with pytest.raises(UsageError, match="--seed: expected a whole number of 64 bits"):

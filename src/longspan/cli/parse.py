@@ -41,10 +41,14 @@ def seed(value: int) -> int:
 
 def heads(text: str) -> tuple[int, int]:
     """(query heads, KV heads): "32/8", or "32" for equal numbers."""
-    match = re.fullmatch(r"(\d+)(?:/(\d+))?", text.strip())
-    if not match or not int(match[1]) or match[2] == "0" or int(match[1]) % int(match[2] or match[1]):
-        raise UsageError(f"--heads: expected query heads, or query/KV heads such as 32/8, one a multiple of the other; got {text!r}")
-    return int(match[1]), int(match[2] or match[1])
+    match = re.fullmatch(r"(\d{1,15})(?:/(\d{1,15}))?", text.strip())
+    query_heads, kv_heads = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= kv_heads <= query_heads <= MAX_COUNT or query_heads % kv_heads:
+        raise UsageError(
+            f"--heads: expected query heads, or query/KV heads such as 32/8, one a multiple of the other, at most {MAX_COUNT}; "
+            f"got {text[:40]!r}"
+        )
+    return query_heads, kv_heads
 
 
 def device(text: str) -> torch.device:
@@ -62,12 +66,15 @@ def factors(text: str | None, what: str, ranks: int) -> dict[int, float]:
     """Factors by rank: "3:1.5,17:2"."""
     by_rank: dict[int, float] = {}
     for part in filter(None, (text or "").split(",")):
-        match = re.fullmatch(r"\s*(\d+):(\d+(?:\.\d+)?)\s*", part)
+        match = re.fullmatch(r"\s*(\d{1,15}):(\d+(?:\.\d+)?)\s*", part)
         if not match or not 0 < float(match[2]) <= MAX_COUNT or int(match[1]) >= ranks:
             raise UsageError(
                 f"{what}: expected rank:factor with a rank below {ranks} and a factor above 0, such as 3:1.5, got {part[:40]!r}"
             )
-        by_rank[int(match[1])] = float(match[2])
+        rank = int(match[1])
+        if rank in by_rank:
+            raise UsageError(f"{what}: expected one factor per rank, got several for rank {rank}")
+        by_rank[rank] = float(match[2])
     return by_rank
 
 
