@@ -45,6 +45,22 @@ def test_second_derivatives_raise(kernel: str) -> None:
             torch.autograd.grad((q * grad).sum(), source, retain_graph=True)
 
 
+@pytest.mark.parametrize("kernel", ["cpu", "triton"])
+def test_first_gradients_may_be_modified_in_place_and_second_derivatives_still_raise(kernel: str) -> None:
+    if kernel == "triton":
+        pytest.importorskip("triton")
+    inputs = [torch.randn(1, 20, 2, 16).transpose(1, 2).requires_grad_() for _ in range(3)]  # their gradients have their strides
+    mask = ls.selected(torch.tensor([[[[0, 1], [1, -1]]]]), 16) & ls.causal()
+    out = ls.attention(*inputs, mask=mask, kernel=kernel)
+    wanted = torch.autograd.grad(out.square().sum(), inputs, retain_graph=True)
+    grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+    for grad, want in zip(grads, wanted, strict=True):
+        assert torch.equal(grad.mul_(2), 2 * want)
+    for grad in grads:
+        with pytest.raises(RuntimeError, match="one differentiation, not two"):
+            torch.autograd.grad(grad.sum(), inputs, retain_graph=True)
+
+
 def test_thousands_of_random_selections(request: pytest.FixtureRequest) -> None:
     if not request.config.getoption("--whole-grid"):
         pytest.skip("with --whole-grid only")

@@ -232,6 +232,6 @@ class _NotDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, *sources: Any) -> Tensor:
-        return gradient.view_as(gradient)
+        return gradient.clone()  # torch forbids in-place operations on a view that a function returns
 
     backward = staticmethod(ops.reject_double_backward)
