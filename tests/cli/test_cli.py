@@ -105,10 +105,13 @@ def test_generate_prints_text_whose_end_changes_as_more_tokens_are_decoded(capsy
         (["generate", "--prompt", b"\xff".decode(errors="surrogateescape")], "generate: --prompt: expected UTF-8 text"),
         (["generate", "--seed", str(2**63)], "generate: --seed: expected a whole number of 64 bits"),
         (["generate", "--page-size", "1G"], "generate: --page-size: expected at most 65536 tokens, got 1G"),
+        (["generate", "--processes", "100k"], "generate: --processes: expected at most 64, got 102400"),
+        (["train", "--out", ".", "--processes", "100k"], "train: --processes: expected at most 64, got 102400"),
+        (["demo", "--processes", "100k"], "demo: --processes: expected at most 64, got 102400"),
         (["warm", "--kernel", "cpu"], "warm: --kernel: expected one of auto, hopper, triton, got 'cpu'"),
     ],
 )
-def test_wrong_options_of_generate_and_warm_are_usage_errors(capsys: Any, arguments: list[str], message: str) -> None:
+def test_wrong_options_of_other_commands_are_usage_errors(capsys: Any, arguments: list[str], message: str) -> None:
     code, _, err = called(capsys, *arguments)
     assert code == 2 and message in err
 

@@ -83,6 +83,9 @@ def test_heads_factors_and_seeds() -> None:
     for wrong in (2**63, -(2**63) - 1):
         with pytest.raises(UsageError, match="--seed: expected a whole number of 64 bits"):
             parse.seed(wrong)
+    assert parse.processes("64") == 64
+    with pytest.raises(UsageError, match="--processes: expected at most 64, got 65; for more ranks"):
+        parse.processes("65")
     assert parse.device("cpu") == torch.device("cpu")
 
 

@@ -24,7 +24,7 @@ def demo(
     """
     q_heads, kv_heads = parse.heads(heads)
     length, head_dim = parse.count(tokens, "--tokens"), parse.count(dim, "--dim")
-    started = parse.count(processes, "--processes")
+    started = parse.processes(processes)
 
     import torch
 

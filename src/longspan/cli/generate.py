@@ -46,7 +46,7 @@ def generate(
     if counts["page_size"] > MAX_PAGE:
         raise UsageError(f"--page-size: expected at most {MAX_PAGE} tokens, got {page_size}")
     parse.seed(seed)
-    tokens, ranks = parse.count(context or "256", "--context"), parse.count(processes, "--processes")
+    tokens, ranks = parse.count(context or "256", "--context"), parse.processes(processes)
 
     import torch
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 MAX_COUNT = 1 << 48  # exact as a float, and small enough to multiply in int64
+MAX_RANKS = 64  # processes, or virtual ranks, that a command starts
 MAX_PLANNED = 512  # devices that share a sequence in a plan
 MASKS = ("full", "causal", "sliding_window", "documents", "prefix", "mod")
 
@@ -30,6 +31,14 @@ def count(text: str, what: str) -> int:
         limit = f", at most {MAX_COUNT >> 30}G" if value > MAX_COUNT else ""
         raise UsageError(f"{what}: expected a number of 1 or more such as 8192, 64k or 1M{limit}, got {text[:40]!r}")
     return int(value)
+
+
+def processes(text: str) -> int:
+    """A number of processes to start."""
+    value = count(text, "--processes")
+    if value > MAX_RANKS:
+        raise UsageError(f"--processes: expected at most {MAX_RANKS}, got {value}; for more ranks, start the command with torchrun")
+    return value
 
 
 def seed(value: int) -> int:

@@ -77,7 +77,7 @@ def train(
     counts = {"steps": parse.count(steps, "--steps"), "length": parse.count(tokens, "--tokens"), "batch": parse.count(batch, "--batch")}
     counts["save_every"] = parse.count(save_every, "--save-every")
     sequence_ranks = None if cp is None else parse.count(cp, "--cp")
-    process_count = None if processes is None else parse.count(processes, "--processes")
+    process_count = None if processes is None else parse.processes(processes)
     if from_step is not None and not resume:
         raise UsageError("--from-step: expected together with --resume")
     step = None if from_step is None else parse.count(from_step, "--from-step")

@@ -13,8 +13,6 @@ import typer
 from longspan.cli import parse
 from longspan.cli.app import UsageError
 
-MAX_RANKS = 64
-
 
 def verify(
     ranks: Annotated[
@@ -38,8 +36,8 @@ def verify(
         if ranks is not None and many != launch.world_size(many):
             raise UsageError(f"--ranks: torchrun started {launch.world_size(many)} processes, got {many}; leave out the option")
         return launch.run_ranks(_rank, launch.world_size(many), place.type, whole, as_json)
-    if many > MAX_RANKS:
-        raise UsageError(f"--ranks: expected up to {MAX_RANKS} virtual ranks, got {many}")
+    if many > parse.MAX_RANKS:
+        raise UsageError(f"--ranks: expected up to {parse.MAX_RANKS} virtual ranks, got {many}")
     return _run_checks(place, whole, as_json, many, None)
 
 
