@@ -19,6 +19,10 @@ class UsageError(Exception):
     """An option or file that cannot be used. The message is printed in one line; the exit code is 2."""
 
 
+# Of a plan whose sizes are out of range, or whose mask cannot be evaluated.
+PLAN_ERRORS = (ArithmeticError, LookupError, MemoryError, RuntimeError)
+
+
 @contextmanager
 def usage_errors(where: str, *kinds: type[BaseException]) -> Iterator[None]:
     """Turn errors of these kinds into a UsageError about the option or file `where`."""
@@ -32,6 +36,8 @@ def usage_errors(where: str, *kinds: type[BaseException]) -> Iterator[None]:
 
 def describe(error: BaseException) -> str:
     """An error as text. The type comes first unless the message is a sentence by itself, as of a ValueError."""
+    if _is_out_of_memory(error):
+        return "out of memory"
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if isinstance(error, ValueError | TypeError | ImportError | SyntaxError | AttributeError) and str(error):
@@ -83,7 +89,9 @@ def run(arguments: Sequence[str]) -> int:
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        return _fail(command, "out of memory; give fewer --tokens, or more memory to this process", 1)
+        sizes = [name for name in ("--tokens", "--context") if any(a.partition("=")[0] == name for a in arguments)]
+        advice = f"a smaller {sizes[0]}" if sizes else "smaller sizes"
+        return _fail(command, f"out of memory; give {advice}, or more memory to this process", 1)
     return code if isinstance(code, int) else 0
 
 

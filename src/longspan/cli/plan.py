@@ -11,7 +11,7 @@ import typer
 import longspan as ls
 from longspan._plan.strategies import LAYOUT_NAMES, STRATEGY_NAMES, StrategyName, ulysses_error
 from longspan.cli import files, parse, serve_plan, step_plan
-from longspan.cli.app import UsageError, describe, usage_errors
+from longspan.cli.app import PLAN_ERRORS, UsageError, describe, usage_errors
 
 if TYPE_CHECKING:
     from longspan._cost.rates import Cluster, Shape
@@ -145,7 +145,7 @@ def plan(
         made = _fastest_plan(request, strategy, layout=layout, overlap=overlap, stages=stage_count)
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from None
-    except (ArithmeticError, LookupError, MemoryError, RuntimeError) as error:  # a mask that cannot be evaluated, or sizes out of range
+    except PLAN_ERRORS as error:
         raise UsageError(f"no plan for --mask {mask!r}, --tokens {tokens}, --gpus {gpus}: {describe(error)}") from None
     _write_files(made, request, html=html, png=png, trace=trace)
     printing.plan(made, profile, request.conditions)

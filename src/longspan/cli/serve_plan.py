@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.cli import files, parse
-from longspan.cli.app import UsageError, describe, usage_errors
+from longspan.cli.app import PLAN_ERRORS, UsageError, describe, usage_errors
 
 
 def predict(*, model: str, context: int, batch: int, gpus: int, cluster: str, tp: int | None, html: Path | None) -> None:
@@ -34,7 +34,8 @@ def predict(*, model: str, context: int, batch: int, gpus: int, cluster: str, tp
             f"--gpus: expected at most {parse.MAX_PLANNED} devices that share a sequence, got {gpus} devices, {made.group.tp} of which "
             "share heads; give fewer devices: further ones serve other sequences"
         )
-    printing.text(str(made))
+    with usage_errors(f"no plan for --context {context}, --batch {batch}, --gpus {gpus}", *PLAN_ERRORS):
+        printing.text(str(made))
     if html is not None:
         report = made.attention.report(made.group.context_cluster)
         with usage_errors(f"--html: {html}", OSError):

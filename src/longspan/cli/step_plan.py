@@ -9,7 +9,7 @@ from typing import Any
 
 from longspan._plan.strategies import LAYOUT_NAMES, STRATEGY_NAMES
 from longspan.cli import parse
-from longspan.cli.app import UsageError, describe
+from longspan.cli.app import PLAN_ERRORS, UsageError, describe
 
 MAX_SAMPLES = 100_000
 _TERMS = re.compile(r"[\d.,*_kKmMgG -]*")  # lengths, not the name of a file
@@ -49,9 +49,12 @@ def predict(
             lengths, ls.Mesh.abstract(gpus), tokens_per_rank=limit, heads=heads[0], kv_heads=heads[1], head_dim=dim, layout=layout,
             strategy=strategy, cluster=profile,
         )  # fmt: skip
-    except ValueError as error:
+        text = str(made)
+    except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from None
-    printing.text(str(made))
+    except PLAN_ERRORS as error:
+        raise UsageError(f"no plan for --samples {samples[:40]!r}, --tokens-per-gpu {tokens_per_gpu}: {describe(error)}") from None
+    printing.text(text)
 
 
 def parsed_lengths(text: str) -> list[int]:
@@ -60,6 +63,8 @@ def parsed_lengths(text: str) -> list[int]:
         terms = text.split(",")
     else:
         terms = parse.read_text(Path(text), f"--samples: {text[:80]}").split()
+        if not terms:
+            raise UsageError(f"--samples: {text[:80]}: expected lengths of samples, the file has none")
         if wrong := next((term for term in terms if "," in term), None):  # 100,200 would be one length of 100200
             raise UsageError(f"--samples: expected one length per line in {text}, without commas, got {wrong[:40]!r}")
     lengths: list[int] = []
