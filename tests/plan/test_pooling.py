@@ -30,6 +30,26 @@ def test_pooled_values_and_gradients_are_those_of_one_device(ranks: int, length:
         torch.testing.assert_close(grad, right, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
+def test_second_derivatives_of_pooled_values_are_those_of_one_device(layout: str) -> None:
+    ranks, length, block = 3, 37, 8
+    x = torch.randn(2, length, 5, dtype=torch.float64, requires_grad=True)
+    means = torch.stack([part.mean(1) for part in x.split(block, 1)], 1)
+    weight, again = torch.randn(ranks, *means.shape, dtype=torch.float64), torch.randn(2, length, 5, dtype=torch.float64)
+    (first,) = torch.autograd.grad((means**3 * weight.sum(0)).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad((first * again).sum(), x)
+
+    def rank(mesh: ls.Mesh) -> list[torch.Tensor]:
+        plan = ls.plan(ls.causal(), length, mesh, layout=layout)
+        local = plan.shard(x.detach(), 1).requires_grad_()
+        (first,) = torch.autograd.grad((plan.gather_pooled(local, block) ** 3 * weight[mesh.rank]).sum(), local, create_graph=True)
+        (second,) = torch.autograd.grad((first * plan.shard(again, 1)).sum(), local)
+        return [plan.unshard(first.detach(), 1), plan.unshard(second, 1)]
+
+    for got in virtual_world(ranks).run(rank):
+        torch.testing.assert_close(got, [first.detach(), second])
+
+
 def test_pooled_values_have_the_dtype_and_dim_of_the_keys() -> None:
     plan = ls.plan(ls.causal(), 6, ls.Mesh.abstract(1))
     x = torch.arange(12.0).view(6, 2).bfloat16()

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan._comm.gather import all_gather_rows, reduce_scatter_rows
 from longspan._comm.mesh import Mesh
 from longspan._plan.layout import Layout
+from longspan._plan.sharding import Gather
 from longspan._torch_modes import default_modes
 
 
@@ -102,29 +102,14 @@ class BlockPooling:
 
 
 def gather_pooled(x: Tensor, dim: int, pooling: BlockPooling) -> Tensor:
-    """Means of blocks of x along `dim`, in the order of the sequence, the same bits on every rank. Differentiable.
+    """Means of blocks of x along `dim`, in the order of the sequence, the same bits on every rank.
 
-    Sums are float32 (float64 for float64) and are sent as such; the result has the dtype of x.
+    Sums are float32 (float64 for float64) and are sent as such; the result has the dtype of x. Differentiable any number of times.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = x.movedim(dim, 0).to(wide)
-    what = f"gather_pooled along dim {dim} of {x.ndim}"
-    gathered: Tensor = _GatherParts.apply(pooling.local.sums(rows), pooling, what)  # type: ignore[no-untyped-call]
-    total = pooling.gathered.sums(gathered)
+    fields = {"layout": pooling.layout.digest[:12], "block": str(pooling.block)}
+    gather = Gather(mesh=pooling.mesh, counts=tuple(pooling.counts), what=f"gather_pooled along dim {dim} of {x.ndim}", fields=fields)
+    total = pooling.gathered.sums(gather(pooling.local.sums(rows)))
     tokens = pooling.tokens.to(device=x.device, dtype=wide).view(-1, *[1] * (total.ndim - 1))
     return (total / tokens).to(x.dtype).movedim(0, dim)
-
-
-class _GatherParts(torch.autograd.Function):
-    """Every rank's block sums, rank by rank. Backward: each rank's rows of the gradient, summed over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, pooling: BlockPooling, what: str) -> Tensor:
-        ctx.pooling, ctx.what = pooling, what
-        ctx.fields = {"layout": pooling.layout.digest[:12], "block": str(pooling.block)}
-        return all_gather_rows(pooling.mesh, x.contiguous(), pooling.counts, what=what, fields=ctx.fields)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        what = f"{ctx.what}, backward pass"
-        return reduce_scatter_rows(ctx.pooling.mesh, grad.contiguous(), ctx.pooling.counts, what=what, fields=ctx.fields), None, None

@@ -6,7 +6,8 @@ A whole tensor that every rank holds counts once per rank: as for a replicated p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -58,7 +59,9 @@ def unshard(x: Tensor, dim: int, layout: Layout, mesh: Mesh, place: Tensor | Non
     rows = x.movedim(dim, 0)
     if len(layout.rows) > 1:
         rows = x.movedim(dim, 1).transpose(0, 1)  # tokens first, the batch second
-    gathered: Tensor = _Gather.apply(rows, layout, mesh, f"unshard along dim {dim} of {x.ndim}")  # type: ignore[no-untyped-call]
+    counts = tuple(layout.local_len(rank) for rank in range(layout.ranks))
+    fields = {"layout": layout.digest[:12]}  # ranks compare it: two layouts may have the same counts
+    gathered = Gather(mesh=mesh, counts=counts, what=f"unshard along dim {dim} of {x.ndim}", fields=fields)(rows)
     place = places(layout, x.device) if place is None else place
     if len(layout.rows) == 1:
         return gathered.index_select(0, place).movedim(0, dim).contiguous()
@@ -73,16 +76,31 @@ def places(layout: Layout, device: torch.device) -> Tensor:
     return place[0] if len(layout.rows) == 1 else place
 
 
-class _Gather(torch.autograd.Function):
-    """Every rank's rows, rank by rank. Backward: each rank's rows of the gradient, summed over ranks."""
+@dataclass(frozen=True, kw_only=True)
+class Gather:
+    """Every rank's rows, rank by rank: [counts[rank], ...] → [sum(counts), ...]. Differentiable any number of times.
+
+    The gradient of a rank's rows is the sum of all ranks' gradients for them. Ranks compare `what` and `fields`.
+    """
+
+    mesh: Mesh
+    counts: tuple[int, ...]
+    what: str
+    fields: Mapping[str, str]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return _Exchange.apply(rows, self, False)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Exchange(torch.autograd.Function):
+    """All-gather of rows, or its transpose `back`, the reduce-scatter. Backward: the other one, differentiable again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Layout, mesh: Mesh, what: str) -> Tensor:
-        ctx.counts, ctx.mesh, ctx.what = [layout.local_len(r) for r in range(layout.ranks)], mesh, what
-        ctx.fields = {"layout": layout.digest[:12]}  # ranks compare it: two layouts may have the same counts
-        return all_gather_rows(mesh, x.contiguous(), ctx.counts, what=what, fields=ctx.fields)
+    def forward(ctx: Any, rows: Tensor, gather: Gather, back: bool) -> Tensor:
+        ctx.gather, ctx.back = gather, back
+        exchange, what = (reduce_scatter_rows, f"{gather.what}, backward pass") if back else (all_gather_rows, gather.what)
+        return exchange(gather.mesh, rows.contiguous(), gather.counts, what=what, fields=gather.fields)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        grad_x = reduce_scatter_rows(ctx.mesh, grad.contiguous(), ctx.counts, what=f"{ctx.what}, backward pass", fields=ctx.fields)
-        return grad_x, None, None, None
+        return _Exchange.apply(grad, ctx.gather, not ctx.back), None, None  # type: ignore[no-untyped-call]

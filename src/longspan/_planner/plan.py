@@ -172,7 +172,7 @@ class Plan(PlanHandle):
     def unshard(self, x: Tree, dim: int, *, side: Side | None = None) -> Tree:
         """Gather the whole tensor from every rank's part. A collective call: every rank of the mesh makes it.
 
-        The gradient of a part is the sum of all ranks' gradients for it.
+        The gradient of a part is the sum of all ranks' gradients for it. Differentiable any number of times.
 
         Args:
             x: This rank's part, or a (nested) dict, list or tuple of parts, as `shard` returns them.
@@ -266,10 +266,11 @@ class Plan(PlanHandle):
         return self.layout.blocks(self.mesh.rank, block)
 
     def gather_pooled(self, x: Tensor, block: int, dim: int = -2) -> Tensor:
-        """Means of blocks of `block` keys over all ranks, from which models choose blocks. Differentiable. A collective call.
+        """Means of blocks of `block` keys over all ranks, from which models choose blocks. A collective call.
 
         A block whose tokens belong to several ranks is the mean over all of them. Each rank sends one row per block that it owns
         tokens of; the gradient of a token is the sum over all ranks' gradients of its block's mean, divided by the block's length.
+        Differentiable any number of times.
 
         Args:
             x: This rank's keys, index keys or other values of its KV tokens, such as k [B, G, S_local, D].

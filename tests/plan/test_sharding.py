@@ -1,0 +1,47 @@
+"""Shards of whole tensors and back: derivatives of any order on virtual ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import longspan as ls
+from longspan.testing import virtual_world
+
+MESHES: dict[str, Any] = {"1": 1, "3": 3, "2x2": (2, 2)}
+LENGTH = 23
+
+
+@pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("rows_differ", [False, True])
+@pytest.mark.parametrize("by", ["grad", "backward"])
+def test_derivatives_of_unshard_to_third_order_equal_those_of_the_whole_tensor(by: str, rows_differ: bool, shape: Any) -> None:
+    x, first_weight, second_weight = (torch.randn(2, LENGTH, 3, dtype=torch.float64) for _ in range(3))
+    world = virtual_world(shape, axis_names=("ulysses", "ring")) if isinstance(shape, tuple) else virtual_world(shape)
+    ranks = shape if isinstance(shape, int) else 4
+    weights = torch.randn(ranks, 2, LENGTH, 3, dtype=torch.float64)
+    mask = ls.causal() & ls.documents([[9, 14], [20, 3]]) if rows_differ else ls.causal()
+
+    def rank(mesh: Any) -> list[Tensor]:
+        options: dict[str, Any] = {"strategy": "ulysses_ring", "heads": 4} if isinstance(shape, tuple) else {}
+        plan = ls.plan(mask, LENGTH, mesh, layout="per_document" if rows_differ else "head_tail", batch=2, **options)
+        assert len(plan.layout.rows) == 1 + rows_differ
+        part = plan.shard(x, 1).requires_grad_()
+        (first,) = torch.autograd.grad((weights[plan.mesh.rank] * plan.unshard(part, 1) ** 4).sum(), part, create_graph=True)
+        (second,) = torch.autograd.grad((first * plan.shard(first_weight, 1)).sum(), part, create_graph=True)
+        loss = (second * plan.shard(second_weight, 1)).sum()
+        if by == "grad":
+            (third,) = torch.autograd.grad(loss, part)
+        else:
+            loss.backward()
+            assert part.grad is not None
+            third = part.grad
+        return [plan.unshard(t.detach(), 1) for t in (first, second, third)]
+
+    total = weights.sum(0)
+    wanted = [4 * total * x**3, 12 * total * x**2 * first_weight, 24 * total * x * first_weight * second_weight]
+    for got in world.run(rank):
+        torch.testing.assert_close(got, wanted)
