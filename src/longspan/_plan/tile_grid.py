@@ -39,7 +39,7 @@ class TileGrid:
         before = length.cumsum(0) - length
         segment_counts = torch.tensor([len(segments) for segments in ranks])
         first = segment_counts.cumsum(0) - segment_counts
-        base = torch.cat([before, before[-1:] + length[-1:]])[first]  # tokens listed before each rank's first segment
+        base = before[first.clamp(max=len(before) - 1)]  # tokens listed before each rank's first segment, if it has one
         local = before - base[rank]
         order = start.argsort()
         start, rank, local = start[order], rank[order], local[order]
@@ -89,7 +89,8 @@ def coverage(rank: Tensor, first: Tensor, end: Tensor, tiles: int, ranks: range)
         tiles: Number of KV tiles.
         ranks: Contiguous range of ranks to count for; runs of other ranks are left out.
     """
-    mine = slice(None) if len(ranks) > int(rank.max() if len(rank) else 0) else (rank >= ranks.start) & (rank < ranks.stop)
+    every_rank = ranks.start == 0 and len(rank) > 0 and int(rank.max()) < ranks.stop
+    mine = slice(None) if every_rank else (rank >= ranks.start) & (rank < ranks.stop)
     base = (rank[mine] - ranks.start) * (tiles + 1)
     size = len(ranks) * (tiles + 1)
     change = torch.bincount(base + first[mine], minlength=size) - torch.bincount(base + end[mine], minlength=size)
