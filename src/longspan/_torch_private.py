@@ -49,6 +49,7 @@
                           function modes do; user code often holds a bound `apply`, so replacing `Function.apply` would be too late.
 `_ensureCUDADeviceGuardSet`  See `_keep_device_guard`.
 `_set_grad_enabled`       The node by which Dynamo's graphs begin and end `torch.no_grad()`; it has no public name.
+`free_unbacked_symbols`   Which sizes of a traced tensor depend on values of tensors (`nonzero`); it has no public name.
 `tracing`                 `make_fx` takes the fake mode of a compilation in progress from this context, whatever modes are active.
 """
 
@@ -114,6 +115,7 @@ __all__ = [
     "outside_of_modes",
     "process_group_by_name",
     "set_grad_enabled_in_graphs",
+    "sizes_of_values",
     "tensor_guard",
     "tensors_can_be_guarded",
     "transform_is_active",
@@ -157,6 +159,16 @@ def fake_trace(fn: Callable[..., Any], *examples: Tensor) -> GraphModule:
     if torch.version.cuda is not None and not torch.cuda.is_available():
         _keep_device_guard()
     return without_source(make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples))
+
+
+def sizes_of_values(traced: Any) -> set[Any]:
+    """Symbols for the sizes of a traced tensor, or of several, that depend on the values of tensors."""
+    sizes = [n for t in tree_leaves(traced) if isinstance(t, Tensor) for n in t.shape if isinstance(n, torch.SymInt)]
+    if not sizes:
+        return set()
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # imports sympy, as tracing with such sizes did
+
+    return set(free_unbacked_symbols(sizes))
 
 
 @cache

@@ -121,6 +121,45 @@ REJECTED = [
 ]
 
 
+COUNTS = torch.tensor([0, 2, 2, 5])
+UNKNOWN_SIZES: dict[str, tuple[Any, str]] = {
+    "nonzero, its size": (lambda s, b, h, q, kv: s * COUNTS.nonzero().shape[0], "score"),
+    "unique, its size": (lambda b, h, q, kv: q < COUNTS.unique().numel(), "mask"),
+    "bincount, its size": (lambda b, h, q, kv: q % COUNTS.bincount().shape[0] == kv, "mask"),
+    "half of a size": (lambda s, b, h, q, kv: s * (COUNTS.nonzero().shape[0] / 2), "score"),
+    "nonzero of an index": (lambda s, b, h, q, kv: s * (COUNTS - h).nonzero().sum(), "score"),
+    "size of a nonzero of an index": (lambda b, h, q, kv: (COUNTS - h).nonzero().shape[0] > q, "mask"),
+    "unique of an index": (lambda b, h, q, kv: (COUNTS - h).unique().numel() > q, "mask"),
+    "a mask of an index": (lambda s, b, h, q, kv: s + COUNTS[q < COUNTS].sum(), "score"),
+}
+
+
+@pytest.mark.parametrize(("fn", "kind"), UNKNOWN_SIZES.values(), ids=UNKNOWN_SIZES)
+def test_sizes_that_depend_on_values_raise_with_the_name_of_the_mod(fn: Any, kind: Any) -> None:
+    fn.__name__ = fn.__qualname__ = "sized"
+    with pytest.raises(ProgramError, match=rf"^{kind}_mod 'sized' computes with a shape that depends on values .*\. Compute such a size"):
+        trace(fn, kind)
+
+
+def test_captured_tensors_may_have_shapes_that_depend_on_values() -> None:
+    counts, score = COUNTS.clone(), torch.randn(2, 3, 5, 7)
+    mods: list[Any] = [
+        lambda s, b, h, q, kv: s + counts.unique()[h % 2],
+        lambda s, b, h, q, kv: s + counts.nonzero().sum(),
+        lambda s, b, h, q, kv: s + torch.cat([counts[counts > 1], h[None]]).sum(),
+        lambda s, b, h, q, kv: s + torch.arange(counts.nonzero().shape[0]).sum(),
+    ]
+    heads = torch.arange(3).view(1, 3, 1, 1)
+    traced = [trace(fn, "score") for fn in mods]
+    for values in ([0, 2, 2, 5], [1, 0, 0, 7], [3, 4, 5, 6]):
+        counts.copy_(torch.tensor(values))
+        added = [
+            counts.unique()[heads % 2], counts.nonzero().sum(), counts[counts > 1].sum() + heads, sum(range(counts.count_nonzero().item()))
+        ]  # fmt: skip
+        for one, more in zip(traced, added, strict=True):
+            torch.testing.assert_close(one.program(score, *indices(), *one.captured()), score + more)
+
+
 @pytest.mark.parametrize(("fn", "kind", "match"), REJECTED, ids=[m for _, _, m in REJECTED])
 def test_a_mod_that_cannot_be_traced_raises_with_its_name_and_the_reason(fn: object, kind: str, match: str) -> None:
     with pytest.raises(ProgramError, match=match):

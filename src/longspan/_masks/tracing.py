@@ -26,6 +26,7 @@ from longspan._torch_private import (
     OpOverload,
     fake_trace,
     outside_of_modes,
+    sizes_of_values,
     without_saved_tensor_hooks,
     without_source,
 )
@@ -118,8 +119,9 @@ def trace(fn: Callable[..., Any], kind: Kind, *, score_dtype: torch.dtype = torc
 
     Raises:
         TypeError: `fn` is not callable or does not return a tensor.
-        ProgramError: The mod mutates a tensor, branches in Python on the value of a tensor, draws random numbers, changes a gradient
-            other than by operations, `detach` and `torch.no_grad()`, or returns a tensor of the wrong shape or dtype.
+        ProgramError: The mod mutates a tensor, branches in Python on the value of a tensor, computes with a size that depends on values,
+            draws random numbers, changes a gradient other than by operations, `detach` and `torch.no_grad()`, or returns a tensor of the
+            wrong shape or dtype.
     """
     name = name or mod_name(fn)
     if not callable(fn):
@@ -261,6 +263,7 @@ def _split(module: GraphModule, kind: Kind, name: str, score_dtype: torch.dtype)
         for used in node.all_input_nodes:
             if (node in depends or node.op == "output") and used not in depends and used not in constants and used not in frontier:
                 frontier.append(used)
+    _check_shapes(depends, frontier, module, kind, name)
     sources, preamble, order = _preamble(module, frontier, constants)
 
     graph = Graph()
@@ -286,6 +289,25 @@ def _split(module: GraphModule, kind: Kind, name: str, score_dtype: torch.dtype)
     specs = tuple(CapturedSpec(dtype=c.meta["val"].dtype, ndim=c.meta["val"].ndim) for c in captured)
     program = Program(kind=kind, name=name, graph=graph, captured=specs, score_dtype=score_dtype)
     return Traced(program=program, sources=sources, preamble=preamble)
+
+
+def _check_shapes(depends: set[Node], frontier: list[Node], module: GraphModule, kind: Kind, name: str) -> None:
+    """Raise ProgramError if the program reads a size that depends on the values of a tensor, or has such a shape itself.
+
+    The preamble, and the tensors that the program captures, may have such shapes.
+    """
+
+    def unknown(node: Node) -> set[Any]:
+        return sizes_of_values(node.meta.get("val"))
+
+    reads_size = not all(isinstance(_value(node, module), Tensor) for node in frontier)
+    has_shape = any(unknown(node) - set[Any]().union(*map(unknown, node.all_input_nodes)) for node in depends)
+    if reads_size or has_shape:
+        raise ProgramError(
+            f"{kind}_mod {name!r} computes with a shape that depends on values of a tensor (nonzero, unique, bincount, indexing by bools): "
+            "expected sizes that are known without values. Compute such a size before the mod and capture it as a tensor; choose by b, h, "
+            "q and kv with torch.where"
+        )
 
 
 def _value(node: Node, module: GraphModule) -> Tensor:
