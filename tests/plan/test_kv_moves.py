@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from longspan._plan.kv_moves import KVReads, allgather, check_brings, exchange, no_moves, only_read, ring
+from longspan._plan.kv_moves import KVReads, _with_long_steps, allgather, check_brings, exchange, no_moves, only_read, ring
 from longspan._plan.layout import Layout
 from longspan._plan.schedule import Schedule
 from longspan._plan.tile_grid import TileGrid
 
 ROWS = (
-    (((0, 7),), ((20, 5), (11, 3)), (), ((14, 6), (7, 4))),
+    (((3, 4), (0, 3)), ((11, 3), (20, 5)), (), ((14, 6), (7, 4))),
     (((18, 7),), ((0, 8),), (), ((8, 4), (12, 6))),
 )
 
@@ -98,6 +98,15 @@ def test_stages_of_a_ring_join_a_step_until_it_has_enough_tokens(step_tokens: in
     made = ring(reads, step_tokens=step_tokens)
     assert [len(step) for step in made.steps] == steps and made.stages == 3
     assert [i for step in made.steps for i in step] == [0, 1, 2]
+
+
+def test_tokens_of_a_step_do_not_count_for_the_next() -> None:
+    count = [7, 3, 3, 3, 1]
+    zeros, stage, length = torch.zeros(10, dtype=torch.int64), torch.arange(10) // 2, torch.tensor(count).repeat_interleave(2)
+    made = Schedule(
+        name="", stages=5, steps=(), stage=stage, row=zeros, receiver=torch.tensor([1, 2] * 5), source=zeros, start=zeros, length=length
+    )
+    assert [len(step) for step in _with_long_steps(made, 3, 7).steps] == [1, 3, 1]
 
 
 def by_hand(reads: list[KVReads], stages: int) -> list[tuple[int, int, int, int, int]]:

@@ -33,6 +33,8 @@ def test_a_tile_is_a_range_of_one_segment_up_to_the_next_multiple_of_the_block(n
                     local += 1
         edges = sorted(starts | set(range(0, layout.length, block)))
         grid = TileGrid.of(layout, block, batch_row=batch_row)
+        if batch_row == 0:
+            assert torch.equal(TileGrid.of(layout, block).row, grid.row)
         assert (grid.layout, grid.block, grid.tiles) == (layout, block, len(edges))
         assert grid.edges.tolist() == [*edges, layout.length]
         assert list(zip(grid.owner.tolist(), grid.row.tolist())) == [place[edge] for edge in edges]
@@ -63,18 +65,18 @@ def test_coverage_counts_runs_per_tile_of_the_ranks_asked_for(
     assert coverage(*columns, tiles, ranks).tolist() == covered
 
 
-@pytest.mark.parametrize(("length", "block"), [(7, 8), (20, 8), (33, 4)])
-def test_reads_are_united_over_heads_and_batch_rows(length: int, block: int) -> None:
+@pytest.mark.parametrize(("length", "block", "batch", "heads"), [(7, 8, 2, 3), (20, 8, 2, 3), (33, 4, 2, 3), (33, 4, 1, 1), (7, 8, 1, 1)])
+def test_reads_are_united_over_heads_and_batch_rows(length: int, block: int, batch: int, heads: int) -> None:
     mask = ls.mask_mod(lambda b, h, q, kv: (q >= kv) & (kv % (2 + h) == b))
-    table = mask.block_table(length, block=block, batch=2, heads=3)
+    table = mask.block_table(length, block=block, batch=batch, heads=heads)
     owners = (torch.arange(-(-length // block)) * 2) % 3
     tiles = range(len(owners))
     segments = [tuple((t * block, min(block, length - t * block)) for t in tiles if owners[t] == r) for r in range(3)]
     got = read_tiles(table, TileGrid.of(Layout(length=length, rows=(tuple(segments),)), block), 3)
     q, kv = torch.arange(length)[:, None], torch.arange(length)[None, :]
     expected = torch.zeros(3, len(owners), dtype=torch.bool)
-    for b in range(2):
-        for h in range(3):
+    for b in range(batch):
+        for h in range(heads):
             seen = mask(torch.full((1, 1), b), torch.full((1, 1), h), q, kv)
             for t in tiles:
                 for u in tiles:

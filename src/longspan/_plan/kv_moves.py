@@ -46,7 +46,7 @@ class KVReads:
 
 def no_moves() -> Schedule:
     """The schedule of one rank, or of ranks that read only local KV."""
-    return _schedule("none", 0, [])
+    return _schedule("none", 0, [], 1)
 
 
 def ring(row_reads: list[KVReads], *, step_tokens: int) -> Schedule:
@@ -59,7 +59,8 @@ def ring(row_reads: list[KVReads], *, step_tokens: int) -> Schedule:
         receiver, tile = reads.remote.nonzero(as_tuple=True)
         stage = (receiver - reads.kv.owner[tile]) % reads.ranks - 1
         columns.append(_merged_moves(reads, row, stage, receiver, tile))
-    return _with_long_steps(_schedule("ring", row_reads[0].ranks - 1, columns), step_tokens)
+    ranks = row_reads[0].ranks
+    return _with_long_steps(_schedule("ring", ranks - 1, columns, ranks), ranks, step_tokens)
 
 
 def allgather(row_reads: list[KVReads]) -> Schedule:
@@ -68,7 +69,8 @@ def allgather(row_reads: list[KVReads]) -> Schedule:
     for row, reads in enumerate(row_reads):
         receiver, tile = reads.remote.nonzero(as_tuple=True)
         columns.append(_merged_moves(reads, row, torch.zeros_like(tile), receiver, tile))
-    return _schedule("allgather", min(1, row_reads[0].ranks - 1), columns)
+    ranks = row_reads[0].ranks
+    return _schedule("allgather", min(1, ranks - 1), columns, ranks)
 
 
 def exchange(row_reads: list[KVReads], *, stage_tokens: int, stages: int | None = None) -> Schedule:
@@ -94,10 +96,10 @@ def exchange(row_reads: list[KVReads], *, stage_tokens: int, stages: int | None 
         count = reads.kv.count[tile]
         row_tokens = (tiles * reads.kv.count).sum(1)
         before = count.cumsum(0) - count - (row_tokens.cumsum(0) - row_tokens)[receiver] + earlier_rows[receiver]
-        stage = before * stages // tokens[receiver].clamp(min=1)
+        stage = before * stages // tokens[receiver]
         earlier_rows = earlier_rows + row_tokens
         columns.append(_merged_moves(reads, row, stage, receiver, tile))
-    return replace(_schedule("exchange", stages, columns), only_read_kv=True)
+    return replace(_schedule("exchange", stages, columns, len(tokens)), only_read_kv=True)
 
 
 def only_read(schedule: Schedule, row_reads: list[KVReads]) -> Schedule:
@@ -110,7 +112,7 @@ def only_read(schedule: Schedule, row_reads: list[KVReads]) -> Schedule:
         stage, receiver = (c[here].repeat_interleave(end - first) for c in (schedule.stage, schedule.receiver))
         chosen = reads.is_read[receiver, tile]
         columns.append(_merged_moves(reads, row, stage[chosen], receiver[chosen], tile[chosen]))
-    moves = _schedule(schedule.name, schedule.stages, columns)
+    moves = _schedule(schedule.name, schedule.stages, columns, row_reads[0].ranks)
     if int(moves.length.sum()) == int(schedule.length.sum()):
         return schedule
     return replace(moves, steps=schedule.steps, joined=schedule.joined, only_read_kv=True)
@@ -160,13 +162,12 @@ def _merged_moves(reads: KVReads, row: int, stage: Tensor, receiver: Tensor, til
     return stage, torch.full_like(stage, row), receiver, source, start, length
 
 
-def _schedule(name: str, stages: int, columns_by_row: list[Columns]) -> Schedule:
+def _schedule(name: str, stages: int, columns_by_row: list[Columns], ranks: int) -> Schedule:
     """A schedule of the moves of all batch rows, sorted; every stage is a step."""
     empty = torch.zeros(0, dtype=torch.int64)
     columns: Columns = tuple(torch.cat(c) for c in zip(*columns_by_row, strict=True)) if columns_by_row else (empty,) * 6
     if len(columns_by_row) > 1:
         stage, row, receiver, source, _, _ = columns
-        ranks = int(receiver.max()) + int(source.max()) + 1 if len(receiver) else 1
         order = (((stage * ranks + receiver) * ranks + source) * len(columns_by_row) + row).argsort(stable=True)
         columns = tuple(c[order] for c in columns)
     stage, row, receiver, source, start, length = columns
@@ -176,11 +177,8 @@ def _schedule(name: str, stages: int, columns_by_row: list[Columns]) -> Schedule
     )
 
 
-def _with_long_steps(schedule: Schedule, step_tokens: int) -> Schedule:
+def _with_long_steps(schedule: Schedule, ranks: int, step_tokens: int) -> Schedule:
     """The same moves with consecutive stages in one step until the rank that receives most has `step_tokens` tokens for it."""
-    if not schedule.stages or step_tokens <= 0:
-        return schedule
-    ranks = int(torch.cat([schedule.receiver, schedule.source]).max()) + 1 if len(schedule.receiver) else 1
     steps, begin, tokens = [], 0, 0
     for stage, count in enumerate(schedule.received(ranks).amax(1).tolist()):
         tokens += count

@@ -75,8 +75,8 @@ class TileGrid:
 
 def read_tiles(table: BlockTable, queries: TileGrid, ranks: int) -> Tensor:
     """Which KV tiles each rank's queries read, over all heads and batch rows of the table: bool [ranks, KV tiles]."""
-    tile = torch.repeat_interleave(torch.arange(table.rows), table.ptr.diff().long()) % max(1, table.q_tiles)
-    return coverage(queries.owner[tile], table.first.long(), table.last.long() + 1, table.kv_tiles, range(ranks)) > 0
+    tile = torch.repeat_interleave(torch.arange(table.rows), table.ptr.diff()) % max(1, table.q_tiles)
+    return coverage(queries.owner[tile], table.first, table.last + 1, table.kv_tiles, range(ranks)) > 0
 
 
 def coverage(rank: Tensor, first: Tensor, end: Tensor, tiles: int, ranks: range) -> Tensor:
@@ -89,7 +89,7 @@ def coverage(rank: Tensor, first: Tensor, end: Tensor, tiles: int, ranks: range)
         tiles: Number of KV tiles.
         ranks: Contiguous range of ranks to count for; runs of other ranks are left out.
     """
-    every_rank = ranks.start == 0 and len(rank) > 0 and int(rank.max()) < ranks.stop
+    every_rank = ranks.start == 0 and bool((rank < ranks.stop).all())
     mine = slice(None) if every_rank else (rank >= ranks.start) & (rank < ranks.stop)
     base = (rank[mine] - ranks.start) * (tiles + 1)
     size = len(ranks) * (tiles + 1)
