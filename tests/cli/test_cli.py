@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -23,7 +24,7 @@ pytest.importorskip("rich")
 
 from longspan.cli import main
 from longspan.cli.app import UsageError, run
-from longspan.cli.plan import Request, _degrees
+from longspan.cli.plan import Request, _degrees, _fastest_plan
 
 
 def called(capsys: Any, *arguments: str) -> tuple[int, str, str]:
@@ -401,6 +402,32 @@ def test_ulysses_degrees_to_try_divide_the_heads_and_the_devices(strategy: str, 
     with pytest.raises(UsageError, match="--ulysses"):
         _degrees(replace(request, degree=3), strategy)
     assert _degrees(replace(request, degree=4), strategy) == [4]
+
+
+@pytest.mark.parametrize("slow", [["--stragglers", "0:4"], ["--slow-links", "1:40"]])
+def test_slow_ranks_are_part_of_the_choice_the_report_and_the_explanation(slow: list[str], capsys: Any, tmp_path: Path) -> None:
+    seconds = {}
+    for options in ([], slow):
+        page = tmp_path / "page.html"
+        code, out, _ = called(capsys, "plan", "--tokens", "8k", "--gpus", "4", "--explain", "--html", str(page), *options)
+        predicted, explained = re.search(r"predicted    ([\d.]+) ms", out), re.search(r"predicted: ([\d.]+) ms", out)
+        won = re.search(r"the winner is (.*): ([\d.]+) ms", out)
+        assert code == 0 and predicted and explained and won
+        assert float(explained[1]) == float(won[2]) and float(predicted[1]) == pytest.approx(float(won[2]), abs=0.01)
+        assert won[1].split(",")[0] in page.read_text(encoding="utf-8")
+        seconds[bool(options)] = float(won[2])
+    assert seconds[True] > 2 * seconds[False]
+
+
+def test_degrees_are_compared_with_slow_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    conditions = Conditions(slow_links={1: 40.0})
+    request = Request(
+        mask=ls.causal(), tokens=8192, gpus=4, shape=Shape(heads=32, kv_heads=8), cluster=cluster("h200"), conditions=conditions,
+        degree=None,
+    )  # fmt: skip
+    chosen = _fastest_plan(request, "auto")
+    plans = [_fastest_plan(replace(request, degree=degree), "auto") for degree in _degrees(request, "auto")]
+    assert len(plans) > 1 and chosen.report().seconds == min(p.report("h200", conditions=conditions).seconds for p in plans)
 
 
 def test_slow_ranks_are_part_of_the_picture_the_page_and_the_trace(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch
 
 import longspan as ls
 from longspan._cost.clusters import cluster
+from longspan._cost.timeline import Conditions
 
 TOKENS, RANKS = 8192, 4
 SIZES: dict[str, Any] = {"heads": 16, "kv_heads": 4, "head_dim": 128}
@@ -178,6 +179,44 @@ def test_a_plan_is_reported_for_the_cluster_it_was_made_for(tmp_path: Path, monk
     assert (
         ls.plan(MASKS["causal"], 2048, _mesh(1), cluster="a100", **fixed).digest == ls.plan(MASKS["causal"], 2048, _mesh(1), **fixed).digest
     )
+
+
+SLOW = Conditions(stragglers={0: 4.0}, slow_links={3: 30.0})
+
+
+def test_a_plan_is_chosen_reported_and_explained_for_slow_ranks() -> None:
+    plan, plain = (ls.plan(MASKS["causal"], TOKENS, _mesh(1), conditions=c, **SIZES) for c in (SLOW, None))
+    assert plain.report(conditions=SLOW).seconds > plan.report().seconds > 2 * plain.report().seconds
+    for one in (plan, pickle.loads(pickle.dumps(plan)), plan.on(ls.Mesh.abstract(RANKS, rank=2))):
+        assert one.report().seconds == plan.report(conditions=SLOW).seconds == considered(one).winner.seconds
+        assert f"predicted: {1e3 * plan.report().seconds:.3f} ms" in one._explanation()
+        assert one.report(conditions=Conditions()).seconds < 0.5 * one.report().seconds
+
+
+def test_a_plan_is_explained_for_slow_ranks_that_it_was_not_made_for(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ls.plan(MASKS["causal"], TOKENS, _mesh(1), **SIZES)
+    numbers, comparison = plan.report(conditions=SLOW), plan.considered(conditions=SLOW)
+    assert comparison is not None and comparison.winner.seconds > 2 * considered(plan).winner.seconds
+    text = plan.explain(conditions=SLOW)
+    assert f"predicted: {1e3 * numbers.seconds:.3f} ms" in text and f"{1e3 * comparison.winner.seconds:.3f} ms" in text
+    given = ls.plan(MASKS["causal"], TOKENS, _mesh(1), conditions=SLOW, strategy="ring", layout="head_tail", **SIZES)
+    assert considered(given).winner.seconds == comparison.winner.seconds
+
+
+def test_overlap_is_chosen_for_slow_ranks() -> None:
+    options: dict[str, Any] = {"strategy": "allgather", "layout": "head_tail", **SIZES}
+    slow = Conditions(stragglers={0: 8.0})
+    plan, plain = (ls.plan(MASKS["causal"], TOKENS, _mesh(1), conditions=c, **options) for c in (slow, None))
+    assert plan.data.schedule.joined and not plain.data.schedule.joined
+    assert plan.report().seconds < 0.9 * plain.report(conditions=slow).seconds
+
+
+def test_conditions_of_ranks_that_the_mesh_does_not_have_raise() -> None:
+    for conditions in (Conditions(stragglers={4: 2.0}), Conditions(slow_links={4: 2.0})):
+        with pytest.raises(ValueError, match="conditions: expected ranks below 4, got 4"):
+            ls.plan(MASKS["causal"], TOKENS, _mesh(1), conditions=conditions)
+    with pytest.raises(TypeError, match="conditions must be Conditions or None"):
+        ls.plan(MASKS["causal"], TOKENS, _mesh(1), conditions={0: 2.0})  # type: ignore[call-overload]
 
 
 def test_two_clusters_of_one_name_are_distinguished() -> None:

@@ -7,7 +7,7 @@ from owners of units; the few best are then planned and timed exactly.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from longspan._cost.options import BALANCED, Considered, ExactTiming, Option, pa
 from longspan._cost.pair_counts import balance_of
 from longspan._cost.predict import TIE, fastest
 from longspan._cost.rates import Cluster, Shape
+from longspan._cost.timeline import Conditions
 from longspan._cost.workload import Placement
 from longspan._plan.named_layouts import unit_for
 from longspan._plan.strategies import Strategy, one_axis_strategy, two_axis_strategy, ulysses_axis, ulysses_error
@@ -42,6 +43,7 @@ class SearchSpace:
             over masks.
         length: Tokens of the sequence.
         mesh, shape, cluster: Ranks, sizes of the calls and devices.
+        conditions: Slow ranks and slow links.
         strategy, layout: A name, or "auto" for any.
         stages: Only options with this many stages; None for any.
         overlap: Only options that do (True) or do not (False) overlap local computation with the first all-to-all; None for either.
@@ -53,6 +55,7 @@ class SearchSpace:
     mesh: Mesh
     shape: Shape
     cluster: Cluster
+    conditions: Conditions = field(default_factory=Conditions)
     strategy: str = "auto"
     layout: str = "auto"
     stages: int | None = None
@@ -88,7 +91,7 @@ def consider(space: SearchSpace, time_exactly: TimeExactly | None = None) -> Con
         options += _strategy_options(space, strategy, layouts)
     limit = EXACT[layouts.largest <= SMALL]
     ordered = _ordered(_distinct(options), time_exactly, limit)
-    return Considered(options=tuple(ordered), not_possible=tuple(not_possible), cluster=space.cluster)
+    return Considered(options=tuple(ordered), not_possible=tuple(not_possible), cluster=space.cluster, conditions=space.conditions)
 
 
 def strategies(mesh: Mesh, name: str) -> list[Strategy]:
@@ -178,7 +181,7 @@ def _estimate(space: SearchSpace, strategy: Strategy, laid_out: _LaidOut, pairs:
     timelines, received, joined = [], 0.0, True
     for estimate in laid_out.estimates:
         work = estimate.workload(moves=strategy.moves, placement=placement, shape=space.shape, stages=stages)
-        work, timeline = fastest(work, space.cluster, overlap=space.overlap)
+        work, timeline = fastest(work, space.cluster, space.conditions, overlap=space.overlap)
         timelines.append(timeline)
         joined &= work.joined
         received += float(work.received.sum())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from longspan._balance.search import Candidate
 from longspan._cost.predict import TIE
 from longspan._cost.rates import Cluster
-from longspan._cost.timeline import Timeline
+from longspan._cost.timeline import Conditions, Timeline
 from longspan._plan.strategies import Strategy
 
 BALANCED = 1.05  # options whose busiest rank has at most this many times the mean work come first
@@ -93,11 +93,12 @@ def pass_seconds(timelines: Sequence[Timeline]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Considered:
-    """All options, the best first, and the strategies that are not possible, as (name, reason)."""
+    """All options, the best first, and the strategies that are not possible, as (name, reason), under `conditions` on a cluster."""
 
     options: tuple[Option, ...]
     not_possible: tuple[tuple[str, str], ...]
     cluster: Cluster
+    conditions: Conditions = field(default_factory=Conditions)
 
     @property
     def winner(self) -> Option:

@@ -78,7 +78,7 @@ class PlanBuilder:
         choice = Choice(strategy=strategy_for(name, request.mesh), stages=request.stages)
         self._check_stages(choice.strategy)
         if self._has_choice():
-            space = search_space(self.works, request.mesh, request.sizes.shape, self.cluster)
+            space = search_space(self.works, request.mesh, request.sizes.shape, self.cluster, request.conditions)
             options = {"strategy": request.strategy, "layout": request.layout, "stages": request.stages, "overlap": request.overlap}
             considered = consider(replace(space, **options), self._time_exactly)  # type: ignore[arg-type]
             if considered.options:
@@ -114,7 +114,7 @@ class PlanBuilder:
         )
 
     def _timeline(self, plan: BuiltPlan) -> Timeline:
-        return plan.timeline or timeline(of_plan(plan.data, self.cluster.gpus_per_node), self.cluster)
+        return plan.timeline or timeline(of_plan(plan.data, self.cluster.gpus_per_node), self.cluster, self.request.conditions)
 
     def _check_heads(self, strategy: Strategy) -> None:
         heads, kv_heads = self.request.sizes.heads, self.request.sizes.kv_heads
@@ -217,5 +217,5 @@ class PlanBuilder:
         is_custom = isinstance(self.request.strategy, Schedule)
         if is_custom or len(data.schedule.steps) > 1 or self.request.sizes.heads is None:
             return BuiltPlan(data, None)
-        work, line = fastest(of_plan(data, self.cluster.gpus_per_node), self.cluster)
+        work, line = fastest(of_plan(data, self.cluster.gpus_per_node), self.cluster, self.request.conditions)
         return BuiltPlan(data.with_joined(work.joined), line)

@@ -13,6 +13,7 @@ from longspan._cost.auto import SearchSpace, consider
 from longspan._cost.options import Considered
 from longspan._cost.pair_counts import split_heads
 from longspan._cost.rates import Cluster, Shape
+from longspan._cost.timeline import Conditions
 from longspan._masks.block_table import BLOCK_SIZE, BlockTable
 from longspan._masks.classify import TableShape, classify
 from longspan._plan.plan_data import MaskTiling, PlanData, PlannedMask, TiledRow
@@ -65,7 +66,7 @@ class MaskWork:
         return self._pairs.get(BLOCK_SIZE) if tiles[0].table is self._tables.get(BLOCK_SIZE) else None
 
 
-def search_space(works: Sequence[MaskWork], mesh: Mesh, shape: Shape, cluster: Cluster) -> SearchSpace:
+def search_space(works: Sequence[MaskWork], mesh: Mesh, shape: Shape, cluster: Cluster, conditions: Conditions) -> SearchSpace:
     """All options for several masks over one layout."""
     return SearchSpace(
         demands=lambda unit: [work.demand(unit) for work in works],
@@ -74,13 +75,14 @@ def search_space(works: Sequence[MaskWork], mesh: Mesh, shape: Shape, cluster: C
         mesh=mesh,
         shape=shape,
         cluster=cluster,
+        conditions=conditions,
     )
 
 
-def considered_for(data: PlanData, cluster: Cluster) -> Considered | None:
+def considered_for(data: PlanData, cluster: Cluster, conditions: Conditions) -> Considered | None:
     """The options for the mask of an existing plan, estimated; None where `auto` has nothing to choose from."""
     if data.q_len != data.kv_len or data.batch_layouts > 1 or data.mesh.size == 1:
         return None
     sizes = CallSizes(batch=data.batch, heads=data.heads, kv_heads=data.kv_heads, head_dim=data.head_dim)
     work = MaskWork(data.mask, data.q_len, data.kv_len, sizes)
-    return consider(search_space([work], data.mesh, sizes.shape, cluster))
+    return consider(search_space([work], data.mesh, sizes.shape, cluster, conditions))

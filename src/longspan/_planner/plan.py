@@ -44,12 +44,19 @@ class Plan(PlanHandle):
         1.0
     """
 
-    def __init__(self, data: PlanData, *, cluster: Cluster | None = None, considered: Considered | None = None) -> None:
+    def __init__(
+        self,
+        data: PlanData,
+        *,
+        cluster: Cluster | None = None,
+        conditions: Conditions | None = None,
+        considered: Considered | None = None,
+    ) -> None:
         super().__init__(data)
-        self._cluster, self._considered = cluster, considered
+        self._cluster, self._conditions, self._considered = cluster, conditions or Conditions(), considered
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self.data, self._cluster, self._considered)
+        return _restored, (self.data, self._cluster, self._conditions, self._considered)
 
     def __copy__(self) -> Plan:
         return self._with(self.data)
@@ -59,7 +66,7 @@ class Plan(PlanHandle):
 
     def _with(self, data: PlanData) -> Plan:
         """A plan of these contents, whose mask reads the same tensors."""
-        made = Plan(data, cluster=self._cluster, considered=self._considered)
+        made = Plan(data, cluster=self._cluster, conditions=self._conditions, considered=self._considered)
         made.mask_sources = self.mask_sources
         return made
 
@@ -316,7 +323,7 @@ class Plan(PlanHandle):
 
         Args:
             cluster: A profile's name, a TOML file or a `Cluster`; by default the one the plan was made for, "h200" if none was given.
-            conditions: Slow ranks and slow links to assume.
+            conditions: Slow ranks and slow links to assume; by default those the plan was made for.
             density: Predict calls with `mask=longspan.selected(…)` instead, in which each tile of 128 queries chooses this share of the
                 KV tiles that the plan's mask lets it see, at random.
 
@@ -330,32 +337,35 @@ class Plan(PlanHandle):
             1.75
         """
         profile = self._cluster if cluster is None else cluster
-        return report(self.data, profile, conditions) if density is None else selected_report(self.data, density, profile, conditions)
+        assumed = self._conditions if conditions is None else conditions
+        return report(self.data, profile, assumed) if density is None else selected_report(self.data, density, profile, assumed)
 
-    def explain(self, cluster: ClusterLike | None = None) -> str:
+    def explain(self, cluster: ClusterLike | None = None, *, conditions: Conditions | None = None) -> str:
         """Print, and return, the options that `auto` has for this mask and mesh, and why the winner won.
 
         For a plan whose layout and strategy were given, the options are those that `auto` would have had.
 
         Args:
-            cluster: As in `report`.
+            cluster, conditions: As in `report`.
 
         Returns:
             The printed text.
         """
-        text = self._explanation(cluster)
+        text = self._explanation(cluster, conditions)
         print(text)
         return text
 
-    def considered(self, cluster: ClusterLike | None = None) -> Considered | None:
-        """The options of `auto` by the cost model, the best first; None where there is nothing to choose from."""
+    def considered(self, cluster: ClusterLike | None = None, *, conditions: Conditions | None = None) -> Considered | None:
+        """The options of `auto` by the cost model, the best first; None where there is nothing to choose from. Arguments as in `report`."""
         profile = cluster_of(self._cluster if cluster is None else cluster)
-        if self._considered is not None and self._considered.cluster == profile:
-            return self._considered
-        return considered_for(self.data, profile)
+        assumed = self._conditions if conditions is None else conditions
+        made = self._considered
+        if made is not None and (made.cluster, made.conditions) == (profile, assumed):
+            return made
+        return considered_for(self.data, profile, assumed)
 
-    def _explanation(self, cluster: ClusterLike | None = None) -> str:
-        considered, numbers = self.considered(cluster), self.report(cluster)
+    def _explanation(self, cluster: ClusterLike | None = None, conditions: Conditions | None = None) -> str:
+        considered, numbers = self.considered(cluster, conditions=conditions), self.report(cluster, conditions=conditions)
         here = f"{self!r}\n  predicted: {1e3 * numbers.seconds:.3f} ms; busiest rank {numbers.balance:.3f} × the mean"
         if considered is None:
             return f"{here}\n  nothing to choose: `auto` compares options for self-attention of one layout over two or more ranks"
@@ -411,5 +421,5 @@ class Plan(PlanHandle):
         return f"{self!r}\n{picture(self.data)}"
 
 
-def _restored(data: PlanData, cluster: Cluster | None, considered: Considered | None) -> Plan:
-    return Plan(data, cluster=cluster, considered=considered)
+def _restored(data: PlanData, cluster: Cluster | None, conditions: Conditions, considered: Considered | None) -> Plan:
+    return Plan(data, cluster=cluster, conditions=conditions, considered=considered)

@@ -11,6 +11,7 @@ import torch
 
 from longspan._comm.mesh import MeshLike, context_mesh
 from longspan._cost.rates import Cluster
+from longspan._cost.timeline import Conditions
 from longspan._environment import switch
 from longspan._masks.algebra import MaskLike, as_mask
 from longspan._plan.handle import mask_sources
@@ -30,7 +31,7 @@ def plan(
     layout: LayoutName | Layout | tuple[Layout, Layout] = "auto", strategy: StrategyName | Schedule = "auto",
     batch: int | None = None, heads: int | None = None, kv_heads: int | None = None, head_dim: int | None = None,
     stages: int | None = None, overlap: bool | None = None, grad_reduce_dtype: torch.dtype | None = None,
-    cluster: Cluster | str | Path | None = None,
+    cluster: Cluster | str | Path | None = None, conditions: Conditions | None = None,
 ) -> PlanSet: ...  # fmt: skip
 @overload
 def plan(
@@ -38,7 +39,7 @@ def plan(
     layout: LayoutName | Layout | tuple[Layout, Layout] = "auto", strategy: StrategyName | Schedule = "auto",
     batch: int | None = None, heads: int | None = None, kv_heads: int | None = None, head_dim: int | None = None,
     stages: int | None = None, overlap: bool | None = None, grad_reduce_dtype: torch.dtype | None = None,
-    cluster: Cluster | str | Path | None = None,
+    cluster: Cluster | str | Path | None = None, conditions: Conditions | None = None,
 ) -> Plan: ...  # fmt: skip
 def plan(
     mask: MaskLike | Mapping[str, MaskLike],
@@ -55,6 +56,7 @@ def plan(
     overlap: bool | None = None,
     grad_reduce_dtype: torch.dtype | None = None,
     cluster: Cluster | str | Path | None = None,
+    conditions: Conditions | None = None,
 ) -> Plan | PlanSet:
     """Plan attention under `mask` over `seq_len` tokens that are split over `mesh`.
 
@@ -83,6 +85,8 @@ def plan(
         grad_reduce_dtype: The dtype in which partial gradients of K and V are sent; float32 (float64 for float64 inputs) by default.
         cluster: The profile for the cost model: a name such as "h100", a TOML file, or a `Cluster`; "h200" by default. The plan's
             reports use it too.
+        conditions: Slow ranks and slow links for the cost model, as `Plan.report` takes them; none by default. The plan's reports assume
+            them too.
 
     Returns:
         A `Plan`, or a `PlanSet` with the names of the masks if `mask` is a mapping. With LONGSPAN_EXPLAIN=1 in the environment, rank 0
@@ -107,15 +111,16 @@ def plan(
         raise ValueError("plan: expected a mask or a dict of masks, got an empty dict")
     sizes = CallSizes(batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     options = RequestedOptions(
-        layout=layout, strategy=strategy, stages=stages, overlap=overlap, grad_reduce_dtype=grad_reduce_dtype, cluster=cluster
-    )
+        layout=layout, strategy=strategy, stages=stages, overlap=overlap, grad_reduce_dtype=grad_reduce_dtype, cluster=cluster,
+        conditions=conditions,
+    )  # fmt: skip
     explains = switch("LONGSPAN_EXPLAIN", default=False)
     with default_modes():
         request = PlanRequest.of([as_mask(m) for m in masks.values()], seq_len, context_mesh(mesh), sizes, options)
         builder = PlanBuilder(request)
         data = builder.plans()
         considered = None if builder.considered is None else builder.considered.without_candidates()
-        plans = [Plan(one, cluster=request.cluster, considered=considered) for one in data]
+        plans = [Plan(one, cluster=request.cluster, conditions=request.conditions, considered=considered) for one in data]
         for made, one_mask in zip(plans, request.masks, strict=True):
             if not one_mask.reads_copies:
                 made.mask_sources = mask_sources(one_mask.traced.sources)

@@ -12,6 +12,7 @@ import torch
 from longspan._comm.mesh import Mesh
 from longspan._cost.clusters import cluster as cluster_of
 from longspan._cost.rates import Cluster, Shape
+from longspan._cost.timeline import Conditions
 from longspan._masks.algebra import Full, Mask
 from longspan._masks.extent import AttentionSizes
 from longspan._plan.layout import Layout
@@ -64,6 +65,7 @@ class PlanRequest:
         layout: A name, or layouts of queries and of KV over all ranks.
         strategy: A name or a schedule.
         cluster: The cluster profile that was given, if one was; `profile` is the one in use.
+        conditions: Slow ranks and slow links of the mesh.
     """
 
     masks: tuple[Mask, ...]
@@ -78,6 +80,7 @@ class PlanRequest:
     overlap: bool | None
     grad_reduce_dtype: torch.dtype | None
     cluster: Cluster | None
+    conditions: Conditions
 
     @classmethod
     def of(cls, masks: Sequence[Mask], seq_len: Any, mesh: Mesh, sizes: CallSizes, options: RequestedOptions) -> PlanRequest:
@@ -103,6 +106,7 @@ class PlanRequest:
             overlap=_checked_overlap(options.overlap),
             grad_reduce_dtype=_checked_dtype(options.grad_reduce_dtype),
             cluster=None if options.cluster is None else cluster_of(options.cluster),
+            conditions=_checked_conditions(options.conditions, mesh),
         )
 
     @property
@@ -126,6 +130,7 @@ class RequestedOptions:
     overlap: Any = None
     grad_reduce_dtype: Any = None
     cluster: Cluster | str | Path | None = None
+    conditions: Any = None
 
 
 def planned_mask(mask: Mask, q_len: int, kv_len: int, sizes: CallSizes) -> PlannedMask:
@@ -194,3 +199,14 @@ def _checked_dtype(dtype: Any) -> torch.dtype | None:
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"plan: grad_reduce_dtype must be a floating-point dtype, got {dtype}")
     return dtype
+
+
+def _checked_conditions(conditions: Any, mesh: Mesh) -> Conditions:
+    if conditions is None:
+        return Conditions()
+    if not isinstance(conditions, Conditions):
+        raise TypeError(f"plan: conditions must be Conditions or None, got {conditions!r}")
+    rank = max([-1, *conditions.stragglers, *conditions.slow_links])
+    if rank >= mesh.size:
+        raise ValueError(f"plan: conditions: expected ranks below {mesh.size}, got {rank}")
+    return conditions

@@ -164,8 +164,11 @@ def _fastest_plan(request: Request, strategy: str, **options: Any) -> Any:
         name = "ulysses" if degree == gpus > 1 else strategy
         if degree == 1 and strategy == "auto" and request.degree == 1:
             name = "exchange"
-        made = ls.plan(request.mask, request.tokens, mesh, strategy=cast(StrategyName, name), cluster=request.cluster, **options, **sizes)
-        plans.append((made.report(request.cluster).seconds, len(plans), made))
+        made = ls.plan(
+            request.mask, request.tokens, mesh, strategy=cast(StrategyName, name), cluster=request.cluster, conditions=request.conditions,
+            **options, **sizes,
+        )  # fmt: skip
+        plans.append((made.report().seconds, len(plans), made))
     if not plans:
         raise UsageError(f"--strategy: {strategy}: no Ulysses degree below {gpus} divides the heads {request.heads}")
     return min(plans)[2]
