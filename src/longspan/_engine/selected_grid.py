@@ -66,8 +66,7 @@ class SelectionGrid:
     @cached_property
     def unit(self) -> int:
         """Tokens that are always sent together: `granularity` where every block of keys has one owner and is whole, else 1."""
-        aligned = bool((self.fine.count == self.granularity).all()) and bool((self.fine.row % self.granularity == 0).all())
-        return self.granularity if aligned else 1
+        return self.granularity if bool((self.fine.count == self.granularity).all()) else 1
 
     @cached_property
     def requests(self) -> list[Tensor]:
