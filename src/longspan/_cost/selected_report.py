@@ -114,8 +114,7 @@ def selected_report(
     full, partial = (
         torch.stack([(kinds[kind] * here).sum(1) for here in (local, ~local)], 1) * repeats for kind in (FULL, PARTIAL)
     )  # fmt: skip
-    placement = Placement.of(data.mesh, None, 0, profile.gpus_per_node)
-    node = placement.node(torch.arange(ranks))
+    node = Placement(per_node=profile.gpus_per_node).node(torch.arange(ranks))
     crosses = node[:, None] != node
     by_step = [
         torch.nn.functional.pad(torch.stack([(moved * ~crosses).sum(dim), (moved * crosses).sum(dim)])[..., None], (1, 0)) for dim in (0, 1)
