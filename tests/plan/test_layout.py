@@ -68,3 +68,23 @@ def test_equal_layouts_have_equal_digests_and_survive_pickling():
 def test_segments_that_are_no_partition_raise(length, rows, why):
     with pytest.raises(ValueError, match=why):
         Layout(length=length, rows=rows)
+
+
+def test_blocks_of_a_rank_are_listed_by_first_appearance():
+    layout = Layout(length=30, rows=((((17, 6), (2, 7), (25, 5)), ((0, 2), (9, 8), (23, 2)), ()),))
+    assert [layout.blocks(rank, 4).tolist() for rank in range(3)] == [[4, 5, 0, 1, 2, 6, 7], [0, 2, 3, 4, 5, 6], []]
+    assert layout.blocks(0, 10).tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize(("length", "rows", "why"), [
+    (0, ((((0, 1),),),), "got length 0, rows 1"),
+    (5, ((((0, 3),), ((4, 1),)),), r"batch row 0: tokens from 3 on belong to nobody; segment \(4, 1\)"),
+    (5, ((((1, 4),),),), r"batch row 0: tokens from 0 on belong to nobody; segment \(1, 4\)"),
+    (5, ((((0, 5),),), (((0, 3), (2, 3)),)), r"batch row 1: tokens from 2 on belong to two segments; segment \(2, 3\)"),
+    (5, ((((0, 5),),), (((0, 5), (5, 1)),)), "batch row 1: expected segments up to token 5, got them up to 6"),
+    (6, ((((0, 4),), ((4, 2),)), (((0, 3),), ((3, 3),))), "rank 0 owns 3 tokens of batch row 1 and 4 of row 0"),
+    (6, ((((0, 3),), ((3, 2),), ((5, 1),)), (((0, 3),), ((3, 1),), ((4, 2),))), "rank 1 owns 1 tokens of batch row 1 and 2 of row 0"),
+])  # fmt: skip
+def test_errors_name_the_tokens_and_ranks(length, rows, why):
+    with pytest.raises(ValueError, match=why):
+        Layout(length=length, rows=rows)

@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 
 import longspan as ls
 from longspan._balance.search import Demand
-from longspan._plan.named_layouts import contiguous, documents_of, from_owner, head_tail, per_document, round_robin, stack, unit_for
+from longspan._plan.named_layouts import (
+    contiguous,
+    documents_of,
+    from_owner,
+    head_tail,
+    per_document,
+    round_robin,
+    round_robin_owner,
+    split,
+    stack,
+    unit_for,
+)
 
 sizes = st.tuples(st.integers(1, 5000), st.integers(1, 17))
 KINDS = ("contiguous", "head_tail", "round_robin", "per_document")
@@ -203,3 +214,68 @@ def test_documents_by_row_and_documents_of_all_rows_combine():
     shared, by_row = torch.tensor([0, 0, 0, 1, 1, 1, 1]), torch.tensor([[5, 5, 6, 6, 6, 6, 6], [5, 5, 5, 5, 5, 6, 6], [5] * 7])
     for a, b in ((shared, by_row), (by_row, shared)):
         assert documents_of(ls.documents(ids=a) & ls.causal() & ls.documents(ids=b)) == [[2, 1, 4], [3, 2, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(("length", "ranks", "unit"), [
+    (1, 1, 1), (7, 2, 1), (511, 1, 64), (512, 1, 128), (1023, 2, 64), (1024, 2, 128), (3072, 3, 128), (5, 9, 1), (100000, 7, 128),
+    (1537, 3, 16),  # four units of 128 per rank, but one rank would own a quarter more than its share
+    (1664, 3, 64),
+])  # fmt: skip
+def test_units_of_some_sizes(length, ranks, unit):
+    assert unit_for(length, ranks) == unit
+
+
+def test_short_documents_and_remainders_go_in_pieces_to_the_ranks_with_fewest_tokens():
+    assert per_document([300, 50, 0, 700, 33, 9], 2).rows == (
+        (((0, 64), (192, 108), (350, 162), (752, 16), (896, 196)), ((64, 128), (300, 50), (512, 240), (768, 128))),
+    )
+    assert per_document([2100, 1300], 3).rows == (
+        (
+            ((0, 256), (768, 128), (1152, 128), (1792, 256), (2176, 128), (2816, 110), (3200, 128)),
+            ((256, 256), (896, 128), (1536, 256), (2048, 52), (2304, 128), (2560, 128), (2926, 18), (3072, 128), (3328, 39)),
+            ((512, 256), (1024, 128), (1280, 256), (2100, 76), (2432, 128), (2688, 128), (2944, 128), (3367, 33)),
+        ),
+    )
+    # All are short. Of ranks that miss equally many tokens, the one with the least causal work is next.
+    assert per_document([6] * 9, 4).rows == (
+        (
+            tuple((start, 2) for start in range(0, 54, 8)),
+            tuple((start, 2) for start in range(2, 54, 8)),
+            ((4, 2), (14, 2), (22, 2), (30, 2), (38, 2), (46, 2), (53, 1)),
+            ((6, 2), (12, 2), (20, 2), (28, 2), (36, 2), (44, 2), (52, 1)),
+        ),
+    )
+
+
+def test_the_last_rank_gets_a_short_last_unit_for_a_unit_of_similar_work():
+    owners = lambda *work: [round_robin_owner(torch.tensor(work), 3, short_last=short).tolist() for short in (False, True)]
+    assert owners(9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.5) == [[2, 1, 0, 0, 1, 2, 2]] * 2
+    assert owners(9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 6.5) == [[2, 1, 0, 1, 2, 2, 0], [2, 1, 0, 1, 0, 2, 2]]  # for 5 of 9, 5 and 4
+    assert owners(9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 8.5) == [[2, 0, 0, 1, 2, 2, 1], [1, 0, 0, 1, 2, 2, 2]]  # for 9
+
+
+def test_a_rank_is_split_into_ranges_of_whole_units_for_its_members():
+    assert split(contiguous(2000, 2), [[0, 3, 1], [2, 4]]).rows == (
+        (((0, 352),), ((704, 320),), ((1024, 512),), ((352, 352),), ((1536, 464),)),
+    )
+    assert split(head_tail(50, 2), [[1], [0, 2]]).rows == ((((12, 12),), ((0, 12), (36, 14)), ((24, 12),)),)
+
+
+def test_errors_name_length_and_ranks_in_this_order():
+    expected = "expected a length and a number of ranks of 1 or more, got length -7, ranks 3"
+    demand = Demand(length=-7, unit=4, work=torch.ones(1), ptr=torch.arange(2), first=torch.zeros(1), last=torch.zeros(1))
+    for make_layout in (
+        lambda: unit_for(-7, 3), lambda: contiguous(-7, 3, unit=4), lambda: head_tail(-7, 3, unit=4), lambda: round_robin(demand, 3),
+        lambda: contiguous(-7, 3), lambda: head_tail(-7, 3),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=expected):
+            make_layout()
+    with pytest.raises(ValueError, match="got length 0, ranks 3"):
+        per_document([0, 0], 3)
+    with pytest.raises(ValueError, match="got length 3, ranks -1"):
+        per_document([3], -1)
+    with pytest.raises(ValueError, match="of 12 tokens over 2 ranks, got number 1 with 1 rows, 12 tokens, 3 ranks"):
+        stack([contiguous(12, 2), contiguous(12, 3)])
+    two_rows = stack([contiguous(12, 2)] * 2)
+    with pytest.raises(ValueError, match="of 12 tokens over 2 ranks, got number 2 with 2 rows, 12 tokens, 2 ranks"):
+        stack([contiguous(12, 2), contiguous(12, 2), two_rows])
