@@ -119,6 +119,7 @@ def _growth(name: str, sizes: Sequence[int]) -> int:
 
 def monotone(*signs: int) -> Rule:
     """The rule of an operation that increases (+1) or decreases (−1) in each operand."""
+    assert set(signs) <= {1, -1}
 
     def rule(call: Call, args: Sequence[Operand]) -> Interval | None:
         low, high = ([_end(a, s * side) for a, s in zip(args, signs, strict=False)] for side in (1, -1))
@@ -292,10 +293,6 @@ def _width(dtype: torch.dtype) -> int:
     return 1 if dtype == torch.bool or dtype.is_floating_point else torch.iinfo(dtype).bits
 
 
-def _invert(call: Call, args: Sequence[Operand]) -> Interval | None:
-    return monotone(-1)(call, args)
-
-
 def _convert(call: Call, args: Sequence[Operand]) -> Interval | None:
     a = cast(Interval, args[0])
     if call.dtype == torch.bool:
@@ -360,7 +357,7 @@ RULES: dict[str, Rule] = {
     "logical_or": on_truth(RISING),
     "logical_xor": on_truth(_unequal),
     "logical_not": on_truth(monotone(-1)),
-    "bitwise_not": _invert,
+    "bitwise_not": monotone(-1),
     "_to_copy": _convert,
     "isnan": _never,
     **dict.fromkeys(("lt", "le"), monotone(-1, 1)),
