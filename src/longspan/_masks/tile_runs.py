@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+JOIN_AFTER = 1 << 20  # collected runs, or as many as were joined before
+
 
 @dataclass(kw_only=True, eq=False)
 class Segments:
@@ -44,7 +46,7 @@ class Segments:
             row, first, last, kinds = row[inside], first[inside], last[inside], kinds[inside]
         self._parts.append(((row + row_offset).int(), first.int(), last.int(), kinds))
         self._pending += len(row)
-        if self._pending > max(1 << 20, self._joined):
+        if self._pending > max(JOIN_AFTER, self._joined):
             self._join()
 
     def _join(self) -> None:
