@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from itertools import accumulate
+import random
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,9 +12,9 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan._balance import lead_fill
+from longspan._balance import lead_fill, search
 from longspan._balance.demand import Demand, Evaluation, pairs_per_row
-from longspan._balance.lead_fill import Structure, lead_and_fill
+from longspan._balance.lead_fill import Structure, lead_and_fill, structure_of
 from longspan._balance.search import _Search, candidates
 from longspan._balance.swaps import Swapper
 
@@ -169,3 +170,108 @@ def test_layouts_are_the_same_on_every_machine(name: str) -> None:
     made = candidates(made_demand(mask, length, unit), ranks)
     text = "|".join(f"{c.name} {','.join(map(str, cast(Any, c.owner).tolist()))}" for c in made)
     assert (len(made), hashlib.sha256(text.encode()).hexdigest()[:12]) == DIGESTS[name]
+
+
+def random_structure(draw: random.Random) -> Structure:
+    """Documents of 1 to 14 units with small whole numbers of pairs, so that sums are often equal."""
+    groups, work = [], []
+    for _ in range(draw.randint(1, 9)):
+        size, kind = draw.randint(1, 14), draw.randrange(3)
+        groups.append((len(work), len(work) + size))
+        work += [float((i + 1, 3, draw.randint(0, 4))[kind]) for i in range(size)]
+    return structure(work, groups)
+
+
+@pytest.mark.parametrize(
+    ("effort", "tolerance", "digest"),
+    [(400, 0.005, "3f9e5c3c911e"), (400, 0.1, "df3923f69b30"), (6, 0.02, "5c5e4177ca15"), (1, 0.005, "110bc6c56265")],
+)
+def test_constructions_of_small_demands_are_the_same_on_every_machine(
+    effort: int, tolerance: float, digest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Renew the digests where the construction changes."""
+    assert (lead_fill.EFFORT, lead_fill.TOLERANCE) == (400, 0.005)
+    monkeypatch.setattr(lead_fill, "EFFORT", effort)
+    monkeypatch.setattr(lead_fill, "TOLERANCE", tolerance)
+    draw, owners = random.Random(5), []
+    for _ in range(120):
+        made, ranks = random_structure(draw), draw.randint(1, 6)
+        counts = [(made.units + rank) // ranks for rank in range(ranks)]
+        owner, short = lead_and_fill(made, counts, draw.choice([0.0, 0.02, 0.25]), draw.randrange(3))
+        assert torch.bincount(owner, minlength=ranks).tolist() == counts
+        owners.append(f"{short} {owner.tolist()}")
+    assert hashlib.sha256("|".join(owners).encode()).hexdigest()[:12] == digest
+
+
+def random_demand(draw: random.Random) -> tuple[Demand, list[tuple[int, int]]]:
+    """20 to 60 units in documents, causal, both ways, looking ahead or in windows; and their intervals of reads."""
+    reads: list[tuple[int, int]] = []
+    kind, width = draw.randrange(4), draw.randint(1, 6)
+    while len(reads) < 20:
+        begin, end = len(reads), len(reads) + draw.randint(1, 20)
+        ends = {
+            0: lambda i, begin=begin, end=end: (begin, i + 1),
+            1: lambda i, begin=begin, end=end: (begin, end),
+            2: lambda i, begin=begin, end=end: (i, end),
+            3: lambda i, begin=begin, end=end: (max(begin, i - width), i + 1),
+        }[kind]
+        reads += [ends(i) for i in range(begin, end)]
+    work = [float(draw.randint(0, 9) if draw.random() < 0.2 else b - a) for a, b in reads]
+    first, last = torch.tensor([a for a, _ in reads]), torch.tensor([b - 1 for _, b in reads])
+    length = len(reads) * 4 - draw.choice([0, 0, 3])
+    made = Demand(length=length, unit=4, work=torch.tensor(work).double(), ptr=torch.arange(len(reads) + 1), first=first, last=last)
+    return made, reads
+
+
+def test_layouts_of_small_demands_are_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renew the digest where the search changes."""
+    monkeypatch.setattr(search, "ROUNDS", 10)
+    draw, texts, constructed = random.Random(11), [], 0
+    for _ in range(24):
+        made, ranks, limit = random_demand(draw)[0], draw.randint(1, 5), draw.choice([1.03, 1.03, 1.2, 1.0])
+        options = candidates(made, ranks, limit=limit)
+        constructed += options[-1].name == "constructed"
+        texts += [f"{c.name} {cast(Any, c.owner).tolist()}" for c in options]
+    assert constructed > 12
+    assert hashlib.sha256("|".join(texts).encode()).hexdigest()[:12] == "521232f4afee"
+
+
+def test_structures_are_monotone_intervals_around_the_reads_of_all_demands() -> None:
+    draw, mirrored = random.Random(3), []
+    for _ in range(60):
+        (one, reads), (other, _) = random_demand(draw), random_demand(draw)
+        demands = [one]
+        if draw.random() < 0.3 and other.units >= one.units:
+            cut = slice(0, one.units)
+            last = other.last[cut].clamp(max=one.units - 1)
+            other = Demand(length=one.length, unit=4, work=other.work[cut], ptr=one.ptr, first=other.first[cut], last=last)
+            demands.append(other)
+            reads = [(min(a, int(b)), max(c, int(d) + 1)) for (a, c), b, d in zip(reads, other.first, other.last)]
+        sizes = [max(int(d.last[t] - d.first[t]) + 1 for d in demands) for t in range(one.units)]
+        low = [min(a for a, _ in reads[t:]) for t in range(one.units)]
+        high = [max(b for _, b in reads[: t + 1]) for t in range(one.units)]
+        made = structure_of(demands)
+        assert (made is None) == (sum(high) - sum(low) > 2 * sum(sizes))
+        if made is None:
+            continue
+        changes = [sum(a != b for a, b in pairwise(ends)) for ends in (low, high)]
+        assert made.mirrored == (changes[0] > changes[1])
+        mirrored.append(made.mirrored)
+        work = [float(w) for w in sum(d.work for d in demands)]
+        if made.mirrored:
+            low, high, work = [one.units - b for b in high[::-1]], [one.units - a for a in low[::-1]], work[::-1]
+        assert (made.low.tolist(), made.high.tolist(), made.work, made.sums) == (low, high, work, [0.0, *accumulate(work)])
+        begins = [0, *(t for t in range(1, one.units) if low[t] != low[t - 1]), one.units]
+        assert made.groups == lead_fill._merged_groups(begins) and made.units == one.units
+    assert 5 < sum(mirrored) < len(mirrored) - 5
+
+
+def test_candidates_need_demands_on_one_sequence() -> None:
+    made = lambda units, unit: Demand(
+        length=units * unit, unit=unit, work=torch.ones(units).double(), ptr=torch.arange(units + 1), first=torch.arange(units),
+        last=torch.arange(units),
+    )  # fmt: skip
+    for demands, ranks in (([], 2), ([made(4, 2)], 0), ([made(4, 2), made(2, 4)], 2), ([made(4, 2), made(4, 2), made(4, 3)], 2)):
+        with pytest.raises(ValueError, match=rf"auto: expected demands on one sequence .*, ranks {ranks}"):
+            candidates(demands, ranks)
+    assert len(candidates([made(4, 2), made(4, 2)], 1)) == 3
