@@ -55,8 +55,6 @@ def test_rows_of_a_step_are_local_ones_and_received_ones() -> None:
     for empty in ([], [True], [True, True], [True, False]):
         tiles: Any = tuple(SimpleNamespace(empty=e) for e in empty)
         assert ComputeStep(buffer_rows=0, local=range(0), exchanges=(), tiles=tiles).empty == all(empty)
-            empty
-        )
 
 
 def step(index: int, received: int, sent: int, exchanges: bool = True) -> Any:
