@@ -6,6 +6,7 @@ import base64
 import re
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,3 +134,80 @@ def test_a_picture_has_dots_where_less_than_a_tenth_is_computed() -> None:
     sparse: Any = ls.documents(lengths=[128] * 16)
     plan = ls.plan(sparse, 2048, ls.Mesh.abstract(1))
     assert picture(plan.data, 1, 1) == "·" and picture(plan.data, 2, 2) == "0\n 0"
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "lines"),
+    [
+        ([0.0, 7.0, 14.0, 15.0], {"height": 2}, ["        15 ┤  ▇█", "         0 ┤▁███", "           └──── x, steps 1 to 4"]),
+        ([2.0] * 3, {"height": 2}, ["         2 ┤", "         2 ┤▁▁▁", "           └─── x, steps 1 to 3"]),
+        ([1.0, float("inf"), 3.0], {"height": 1, "first": 7}, ["         3 ┤▁ █", "           └─── x, steps 7 to 9"]),
+        (
+            [0.0, 2.0, 1.0, 3.0, 4.0, 5.0, float("nan")],
+            {"height": 2, "width": 3},
+            ["       4.5 ┤  █", "         1 ┤▁▅█", "           └─── x, steps 1 to 7"],
+        ),
+        ([0.0, 1.0, 16.0], {"height": 3}, ["        16 ┤  █", "           ┤  █", "         0 ┤▁▂█", "           └─── x, steps 1 to 3"]),
+    ],
+)
+def test_curves_line_by_line(values: list[float], options: dict[str, Any], lines: list[str]) -> None:
+    assert curve(values, label="x", **options).splitlines() == lines
+
+
+def test_bars_are_rounded_to_eighths() -> None:
+    assert [bar(n / 16, 2) for n in range(17)] == ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉", "█", *("█" + c for c in "▏▎▍▌▋▊▉"), "██"]
+    assert len(bar(1.0)) == 24 and len(bar(7.0, 5)) == 5
+
+
+def test_headline_numbers_are_of_the_busiest_and_the_mean_rank() -> None:
+    layout = ls.Layout(length=1000, rows=((((0, 700),), ((700, 300),)),))
+    report = ls.plan(ls.causal(), 1000, ls.Mesh.abstract(2), layout=layout, strategy="exchange", heads=2).report()
+    numbers = page_tables.headline_numbers(report)
+    assert numbers["tokens"] == ("tokens per rank, maximum", 700, "") and numbers["steps"][1] == report.steps
+    received = report.bytes_received.sum(0).double() / 2**20
+    assert (numbers["received"][1], numbers["received_max"][1]) == (float(received.mean()), float(received.max())) and received[
+        0
+    ] != received[1]
+    assert page_tables.MIB == 2**20
+
+
+def test_times_of_ranks_that_differ_are_shown_in_their_rows() -> None:
+    report = ls.plan(ls.causal(), 4096, ls.Mesh.abstract(3), layout="contiguous", strategy="exchange", heads=8).report()
+    passes = (report.timeline.forward, report.timeline.backward)
+    busy, waits = sum(p.busy for p in passes), sum(p.exposed for p in passes)
+    rows = re.findall(r"<td>([\d.,]+)</td><td>([\d.,]+)</td></tr>", page_tables.work(report))
+    assert rows == [(f"{1e3 * float(b):,.3f}", f"{1e3 * float(w):,.3f}") for b, w in zip(busy, waits)]
+    assert len(set(rows)) == 3
+    considered = ls.plan(ls.causal(), 4096, ls.Mesh.abstract(3), heads=8).considered()
+    first = re.findall(r"<td>([\d.]+)</td>", page_tables.options(report, considered))[1]
+    assert first == f"{1e3 * float(busy.max()):.3f}" != f"{1e3 * float(busy.min()):.3f}"
+
+
+def test_arrivals_of_every_step_begin_where_those_of_the_rank_before_end() -> None:
+    sizes: dict[str, Any] = {"strategy": "exchange", "layout": "contiguous", "heads": 2, "stages": 3}
+    data = ls.plan(ls.causal(), 2048, ls.Mesh.abstract(4), **sizes).data
+    s, kv = data.schedule, data.tiles[0].kv
+    arrays = page_data._arrivals(data)
+    want = []
+    for rank in range(4):
+        mine = []
+        for stage, receiver, start, length in zip(*(column.tolist() for column in (s.stage, s.receiver, s.start, s.length))):
+            if receiver == rank:
+                tiles = [t for t, edge in enumerate(kv.edges[:-1].tolist()) if start <= edge < start + length]
+                step = 1 + next(i for i, stages in enumerate(s.steps) if stage in stages)
+                mine.append((tiles[0], tiles[-1] + 1, step))
+        want.append(sorted(mine))
+    assert len(s.steps) > 1 and arrays["step_ptr"].tolist() == [sum(map(len, want[:r])) for r in range(5)]
+    columns = (arrays[name].tolist() for name in ("step_first", "step_end", "step_value"))
+    assert list(zip(*columns)) == [run for mine in want for run in mine]
+
+
+def test_more_ranks_than_are_shown_are_sampled_evenly_with_the_busiest(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs, total = torch.ones(100), torch.ones(100)
+    pairs[41], total[57] = 2, 2
+    backward = SimpleNamespace(total=total)
+    report: Any = SimpleNamespace(ranks=100, pairs=pairs, timeline=SimpleNamespace(backward=backward))
+    shown = page_data.shown_ranks(report)
+    assert {0, 41, 57, 99} <= set(shown) and shown == sorted({41, 57, *(round(i * 99 / 63) for i in range(64))})
+    monkeypatch.setattr(page_data, "MAX_RANKS", 100)
+    assert page_data.shown_ranks(report) == list(range(100))
