@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 
 import longspan as ls
 from longspan._kernels.gpu import codegen, hoisted_lookups, row_bounds, uniform_lookup
+from longspan._kernels.gpu.typed_values import Unsupported
 from longspan._masks.joint import joint_of
 from longspan._masks.tracing import trace
 
@@ -33,11 +34,11 @@ DOUBLE, FLAGS = torch.zeros(9, dtype=torch.float64), torch.zeros(7, dtype=torch.
 BYTES, SMALL, SHORT = (torch.zeros(11, dtype=dtype) for dtype in (torch.uint8, torch.int8, torch.int16))
 WORDS, LONGS = torch.zeros(13, dtype=torch.int32), torch.zeros(17, dtype=torch.int64)
 CUBE = torch.zeros(4, 5, 6)
-REAL = torch.zeros(6, requires_grad=True)
+REAL, SCALE_LEARNED = torch.zeros(6, requires_grad=True), torch.tensor(1.5, requires_grad=True)
 
 UNARY = (
-    "reciprocal sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan sinh cosh asinh acosh atanh sigmoid tanh erf erfc square neg abs "
-    "sign sgn floor ceil trunc round frac relu isnan isinf isfinite signbit"
+    "reciprocal sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan sinh cosh asinh acosh atanh sigmoid tanh erf erfc square neg "
+    "abs sign sgn floor ceil trunc round frac relu isnan isinf isfinite signbit"
 ).split()
 BINARY = (
     "hypot logaddexp logaddexp2 copysign minimum maximum fmin fmax remainder fmod floor_divide pow add sub mul div atan2 eq ne lt le gt ge "
@@ -117,7 +118,6 @@ SCORES: dict[str, Mod] = {
     "bool sums": score(lambda s, q, kv: s + ((q > 3) + (kv > 5)) + (q > 3) * (kv > 5)),
     "sizes": lambda s, b, h, q, kv: s + CUBE[b, 2, q % 6] + CUBE[kv % 4, 1, 3],
 }  # fmt: skip
-SCALE_LEARNED = torch.tensor(1.5, requires_grad=True)
 MASKS: dict[str, Mod] = {
     "bools": lambda b, h, q, kv: (q > kv).logical_or(q > 3).logical_and(kv < 9).logical_xor(~(q < 5)),
     "bool bits": lambda b, h, q, kv: ((q > kv) | (q > 3)) & (kv < 9) ^ torch.logical_not(q) & (b == 0),
@@ -207,7 +207,7 @@ def program_of(mod: Mod, kind: Any) -> Any:
 def source_or_error(make: Callable[[], str]) -> Any:
     try:
         return body(make())
-    except (codegen.Unsupported, RuntimeError) as error:
+    except (Unsupported, RuntimeError) as error:
         return f"{type(error).__name__}: {error}".split("\n")[0]
 
 

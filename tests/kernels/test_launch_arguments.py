@@ -251,7 +251,7 @@ def documents(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return (q >= kv) & (IDS[q] == IDS[kv])
 
 
-PARTS = {"q": ((30, 150), (250, 80)), "kv": ((0, 130), (200, 97))}
+PARTS: dict[str, Any] = {"q": ((30, 150), (250, 80)), "kv": ((0, 130), (200, 97))}
 PASSES: dict[str, Callable[[], Any]] = {
     "causal": lambda: attend(causal),
     "causal on Ampere": lambda: attend(causal, capability=(8, 0)),
