@@ -62,9 +62,9 @@ def document_ids(lengths: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> T
 
 def _ids_of_row(lengths: Tensor | Sequence[int]) -> Tensor:
     """Document ids [S] int32 of one batch row from its document lengths [documents]."""
-    counts = integers(lengths, "documents: lengths", "a list of integers", (1,))
-    if counts.numel() == 0:
+    if not is_scalar(lengths) and len(lengths) == 0:
         raise ValueError("documents: lengths must be a list of integers with at least one entry, got an empty list")
+    counts = integers(lengths, "documents: lengths", "a list of integers", (1,))
     if bool((counts < 0).any()) or int(counts.sum()) == 0:
         got = counts.tolist() if counts.numel() <= 16 else f"{counts.numel()} lengths with minimum {int(counts.min())}"
         raise ValueError(f"documents: lengths must be >= 0 and not all 0, got {got}")
