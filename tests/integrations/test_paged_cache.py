@@ -76,7 +76,7 @@ def test_rows_hold_the_columns_that_are_not_padding() -> None:
         (None, "of all 8 earlier and 2 new columns, got none"),
         (torch.ones(3, 9, dtype=torch.bool), "earlier and 2 new columns, got 9 columns"),
         (torch.ones(3, 10, dtype=torch.bool), "other padding"),
-        (torch.cat([third[:, :7], torch.zeros(3, 1).bool(), torch.ones(3, 2).bool()], 1), "other padding"),
+        (torch.cat([third[:, :7], torch.tensor([[0], [1], [1]]).bool(), torch.ones(3, 2).bool()], 1), "other padding"),
     ):
         with pytest.raises(ValueError, match=message):
             forward(cache, 3, 2, wrong)
@@ -92,6 +92,7 @@ def test_rows_hold_the_columns_that_are_not_padding() -> None:
 
 
 def test_columns_without_padding_are_one_range() -> None:
+    assert PagedCache(LLAMA)._page_size == 64
     cache = PagedCache(LLAMA, page_size=4)
     for count in (3, 1, 2):
         forward(cache, 2, count)
@@ -348,6 +349,27 @@ def test_latent_attention_in_absorbed_form() -> None:
     torch.testing.assert_close(inputs.restore(want.softmax(-1) @ inputs.v), want.softmax(-1) @ value)
     narrow = absorbed(layer, q.float(), update_of(k=latent, v=rotary))
     assert narrow.q.dtype == narrow.k.dtype == torch.float32
+
+
+@torch.no_grad()
+def test_rows_with_padding_attend_to_their_own_tokens() -> None:
+    """A chunk of five columns and one of two, with padding in both, against a softmax over the tokens of each row."""
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(2, heads, 7, dim, generator=generator, dtype=torch.float64) for heads, dim in ((4, 3), (2, 3), (2, 5)))
+    real = torch.tensor([[0, 0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1]]).bool()
+    seen = real[:, None, None] & real[:, None, :, None] & torch.ones(7, 7, dtype=torch.bool).tril()
+    scores = (q @ k.repeat_interleave(2, 1).transpose(2, 3)).masked_fill(~seen, -torch.inf)
+    want = (scores.softmax(-1).nan_to_num() @ v.repeat_interleave(2, 1)).transpose(1, 2)
+    cache, layer = PagedCache(LLAMA, page_size=4), nn.Module()
+    layer.expand_kv = lambda: None  # type: ignore[assignment]  # of a latent layer, which gave KV by head to the cache
+    for begin, stop in ((0, 5), (5, 7)):
+        part = [x[:, :, begin:stop] for x in (q, k, v)]
+        mask = ModelMask(mask=None, padding_mask=real[:, :stop])
+        for i in (0, 1):
+            out = _paged_attention.attend_paged(PendingUpdate(cache, i, part[1], part[2]), layer, tuple(part), mask, {"scale": 1.0})
+            torch.testing.assert_close(out, want[:, begin:stop])
+            assert out is not None and out.is_contiguous()
+    assert lengths(cache) == [4, 7]
 
 
 def test_latent_layers_with_other_projections_raise() -> None:
