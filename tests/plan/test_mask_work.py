@@ -141,6 +141,8 @@ def test_layouts_of_cross_attention() -> None:
         assert kv == named_layouts.contiguous(700, 3)
         work = [float(seen[queries.positions(r)].sum()) for r in range(3)]
         assert max(work) < 1.25 * min(work)
+        unit = named_layouts.unit_for(1000, 3)
+        assert all(start % unit == 0 for r in range(3) for start, _ in queries.segments(r)) and unit == 16
 
 
 def test_a_ulysses_group_shares_the_tokens_of_its_place() -> None:
