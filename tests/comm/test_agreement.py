@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from longspan._comm import agreement
 from longspan._comm.agreement import AGREEMENT, MAX_FIELDS, WORDS, Agreement, CallDescription, agree, raise_on_all_ranks
 from longspan._comm.all_reduce import all_reduce_rows
 from longspan._comm.gather import all_gather_rows
@@ -204,3 +205,73 @@ def test_a_rank_alone_raises_its_own_error() -> None:
 
 def test_many_ranks_are_not_all_listed() -> None:
     assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more have 4096" in str(errors_by_rank(11, {0: SAME | {"seq_len": "1"}})[5])
+
+
+@pytest.mark.parametrize("forward", [None, 7])
+def test_a_rank_whose_call_raised_says_so_with_the_call(forward: int | None) -> None:
+    mine = ValueError("bad")
+
+    def fn(mesh: Mesh) -> Exception | None:
+        call = CallDescription("a call", SAME)
+        try:
+            Agreement(mesh, call, forward=forward, error=mine if mesh.rank == 1 else None).wait()
+        except Exception as error:
+            return error
+        return None
+
+    errors = virtual_world(3).run(fn)
+    assert errors[1] is mine and [str(errors[r]) for r in (0, 2)] == ["rank 1 raised in this call: ValueError: bad"] * 2
+
+
+def test_calls_of_equal_fields_differ_by_their_kinds() -> None:
+    def fn(mesh: Mesh) -> str:
+        with pytest.raises(ValueError) as caught:
+            agree(mesh, CallDescription("one" if mesh.rank else "another", SAME))
+        return str(caught.value)
+
+    (text,) = set(virtual_world(2).run(fn))
+    assert text.startswith("the 2 ranks of this mesh do not agree: call: rank 1 has one, rank 0 has another. All ranks")
+
+
+def test_only_ranks_that_do_not_all_raise_exchange_texts() -> None:
+    for raising, exchanges in (((0, 1, 2), 1), ((0, 2), 3)):
+        world = virtual_world(3)
+
+        def fn(mesh: Mesh, raising: tuple[int, ...] = raising) -> None:
+            with pytest.raises((KeyError, RuntimeError)):
+                if mesh.rank in raising:
+                    raise_on_all_ranks(mesh, KeyError(str(mesh.rank)))
+                agree(mesh, CallDescription("a call", SAME))
+
+        world.run(fn)
+        assert len(world.exchanges) == exchanges
+
+
+def test_the_number_of_a_call_is_that_of_the_first_rank() -> None:
+    def fn(mesh: Mesh) -> tuple[int, int]:
+        agreement = Agreement(mesh, CallDescription("a call", SAME))
+        sent = agreement._sent_number
+        assert agreement.number == 0 and not agreement.done
+        agreement.wait()
+        assert agreement.done
+        return sent, agreement.number
+
+    sent, numbers = zip(*virtual_world((2, 2)).run(fn))
+    assert set(numbers) == {sent[0]} and len(set(sent)) == 4
+    assert Agreement.none().done and Agreement.none().number == 0
+
+
+def test_descriptions_have_a_digest_for_each_field_by_name_and_value() -> None:
+    of = lambda kind, **fields: CallDescription(kind, fields).digests
+    (kind, a, b), other = of("k", a="1", b="2"), of("l", a="1", b="3")
+    assert other[0] != kind and other[1] == a and other[2] != b and of("k", b="1")[1] != a and len({kind, a, b}) == 3
+    assert of("k") == (kind,) and all(-(2**63) <= word < 2**63 for word in (kind, a, b))
+    assert len(CallDescription("k", {str(i): "" for i in range(MAX_FIELDS)}).digests) == MAX_FIELDS + 1
+    before, after = CallDescription("k", {"a": "1"}).words
+    assert len(before) == 24 and len(after) == 8 * MAX_FIELDS and (WORDS, MAX_FIELDS) == (24, 20)
+
+
+def test_eight_ranks_are_listed_and_the_others_counted() -> None:
+    listed = [agreement._rank_list(list(range(count))) for count in (1, 2, 8, 9, 12)]
+    eight = "ranks 0, 1, 2, 3, 4, 5, 6, 7"
+    assert listed == ["rank 0", "ranks 0, 1", eight, f"{eight} and 1 more", f"{eight} and 4 more"]

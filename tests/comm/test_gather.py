@@ -108,3 +108,19 @@ def test_a_tensor_that_requires_grad_raises() -> None:
         all_gather_rows(Mesh.abstract(1), x, [1])
     with torch.no_grad():
         assert torch.equal(all_gather_rows(Mesh.abstract(1), x, [1]), x)
+
+
+@pytest.mark.parametrize(("x", "counts"), [
+    (torch.zeros(()), [2, 2]), (torch.zeros(2, 3), [2]), (torch.zeros(2, 3), [2, 2, 2]), (torch.zeros(3, 3), [2, 2]),
+    (torch.zeros(0), [1, 0]),
+])  # fmt: skip
+def test_rows_and_counts_that_do_not_fit_raise(x: torch.Tensor, counts: list[int]) -> None:
+    def fn(mesh: Mesh) -> None:
+        with pytest.raises(
+            (ValueError, RuntimeError), match=r"all-gather of rows: rank \d expected 2 counts and a tensor of .* rows, got counts"
+        ):
+            all_gather_rows(mesh, x, counts)
+        with pytest.raises((ValueError, RuntimeError), match=r"reduce-scatter of rows: rank \d expected 2 counts"):
+            reduce_scatter_rows(mesh, torch.zeros(5), counts)
+
+    virtual_world(2).run(fn)
