@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import longspan as ls
-from longspan.integrations import _batch, _batch_parts, _cross_batch, prepare_batch
+from longspan.integrations import _batch, _batch_parts, _cross_batch, _plans, prepare_batch
 from longspan.integrations._batch import _document_ids, _documents_from_positions, _ids_from_lengths, _mask, _stated_ids, document_starts
 from longspan.integrations._batch_parts import (
     RealKeys,
@@ -226,6 +226,24 @@ def test_names_and_extents_of_spans() -> None:
     assert Chunks(3).extent.batch is None and Chunks(3, torch.tensor([0, 1])).extent.batch == 2
 
 
+def test_one_document_per_row_is_no_mask_of_documents() -> None:
+    positions = torch.arange(3).expand(2, 3)
+    for given in (rows([0, 0, 0], [0, 0, 0]), rows([4, 4, 4], [2, 2, 2])):
+        mask, blind = _mask({"document_ids": given}, positions, bidirectional=False)
+        assert type(mask) is type(ls.causal()) and blind is None
+    assert type(_mask({"document_ids": rows([0, 0, 1])}, positions[:1], bidirectional=False)[0]) is not type(ls.causal())
+    mask, blind = _mask({"document_ids": rows([-1, -1, -1])}, positions[:1], bidirectional=False)
+    assert pairs(mask, 3) == [[[0] * 3] * 3] and blind is not None and blind.tolist() == [[True] * 3]
+
+
+def test_chunks_of_rows_of_which_some_have_padding() -> None:
+    real = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 1]]).bool()
+    q, kv = torch.arange(5)[:, None], torch.arange(5)
+    want = [((q - first) // 2 == (kv - first) // 2).int().tolist() for first in (0, 1)]
+    assert pairs(within(ls.full(), (CHUNKED, 2), real), 5, 2) == want
+    assert pairs(within(ls.full(), (SLIDING, 2), None), 5) == [((q - kv < 2) & (q >= kv)).int().tolist()]
+
+
 # ------------------------------------------------------------------------------------------------------------------------- batches
 
 
@@ -284,6 +302,56 @@ def test_the_entries_of_a_prepared_batch() -> None:
     assert (data.heads, data.kv_heads) == (4, 2)
     overridden = prepared({"input_ids": tokens}, config=opt, heads=8, kv_heads=8)["longspan_plan"]["full"].data
     assert (overridden.heads, overridden.kv_heads) == (8, 8)
+
+
+def test_positions_of_one_row_serve_all_rows_and_embeddings() -> None:
+    for batch in ({"input_ids": ids(3)}, {"inputs_embeds": torch.zeros(3, 9, 5)}):
+        assert prepared({**batch, "position_ids": torch.arange(9)[None] + 2})["position_ids"].tolist() == [[6, 7, 8, 9, 10]] * 3
+
+
+def test_of_four_axes_of_positions_the_first_is_the_texts() -> None:
+    again, ascending = torch.arange(9) % 5, torch.arange(9)
+    for axes, derived in (
+        ([again, ascending, ascending, ascending], True), ([ascending, again, again, again], False), ([again, again, again], False)
+    ):  # fmt: skip
+        plans = prepared({"input_ids": ids(), "position_ids": torch.stack(axes)[:, None].expand(-1, 2, -1)})["longspan_plan"]
+        assert plans.documents_from_positions is derived
+
+
+def test_tensors_are_moved_to_the_device() -> None:
+    batch = {"input_ids": ids(), "labels": ids()}
+    for made in (prepared(batch, device="meta"), prepared({**batch, "pixels": torch.zeros(2), "names": ["a"]}, device="meta")):
+        assert {x.device.type for x in made.values() if isinstance(x, Tensor)} == {"meta"} and made.get("names") in (None, ["a"])
+    assert prepared({**batch, "pixels": torch.zeros(2), "names": ["a"]})["names"] == ["a"]
+    made = two({**SOURCE, "labels": ids(2, 7)}, device="meta")
+    assert {x.device.type for x in made.values() if isinstance(x, Tensor)} == {"meta"}
+    assert made["num_items_in_batch"].device.type == "meta"
+
+
+def test_plans_by_masks_of_a_model_are_of_one_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_plans, "_MODEL_MASKS", 2)
+    plans, masks = prepared({"input_ids": ids()})["longspan_plan"], [ls.full(), ls.causal(), ls.full()]
+    first, second = plans.by_mask(masks[0]), plans.by_mask(masks[1])
+    assert plans.by_mask(masks[0]) is first is not second and len(plans._by_mask) == 2
+    third = plans.by_mask(masks[2])
+    assert list(plans._by_mask) == [id(masks[2])] and third.data.mask.text == first.data.mask.text != second.data.mask.text
+    assert third.layout == plans.layout and third.data.q_len == 9
+
+
+def test_plans_of_other_heads_and_later_windows_keep_the_layout() -> None:
+    plans = prepared({"input_ids": ids()}, heads=4, kv_heads=2)["longspan_plan"]
+    full = plans.of(None)
+    assert plans.of(None, 4, 2) is full is plans.of(None, None, 3) and plans.of(None, 4, 4) is not full is not plans.of(None, 8, 2)
+    other = plans.of(None, 8, 2)
+    assert (other.data.heads, other.data.kv_heads) == (8, 2) and other is plans.of(None, 8, 2) is plans["full, 8 heads, 2 KV heads"]
+    window = plans.of((SLIDING, 3), 4, 2)
+    assert window is plans["sliding"] and plans.of((SLIDING, 5)) is plans["sliding 5"] and window.layout == full.layout
+    assert plans.of((SLIDING, 3), 4, 4) is plans["sliding, 4 heads, 4 KV heads"] and plans.of((CHUNKED, 4)) is plans["chunked"]
+    unknown = prepared({"input_ids": ids()})["longspan_plan"]
+    assert unknown.of(None, 8, 2) is unknown.of(None)
+    bare = _plans.ModelPlans(dict(plans._plans), mask=ls.causal(), spans={}, options={})
+    assert set(bare._facts().values()) == {False, None} and bare._facts()["bidirectional"] is bare._facts()["whole_inputs"] is False
+    assert set(plans._options) == {"batch", "heads", "kv_heads"}
 
 
 @pytest.mark.parametrize(
@@ -369,6 +437,8 @@ def test_both_stacks_get_plans_and_the_labels_of_the_decoder_are_split() -> None
     cross = plans.cross_mask(torch.arange(2)[:, None], ZERO, ZERO, tokens)
     assert cross.int().tolist() == real.tolist() and plans.whole_inputs
     shared = two({**batch, "attention_mask": real[:1].expand(2, 12), "decoder_attention_mask": torch.ones(2, 7)})["longspan_plan"]
+    assert shared.cross_mask.real.ndim == 1 and plans.cross_mask.real.ndim == 2
+    assert two(batch, strategy="ring")["longspan_plan"].cross_strategy == "ring"
     assert shared.cross_mask(ZERO, ZERO, ZERO, tokens).int().tolist() == real[0].tolist() and shared.real_tokens is None
     plain = two({"input_ids": source, "decoder_inputs_embeds": torch.zeros(2, 7, 3)})
     assert "labels" not in plain and plain["longspan_plan"].encoder.real_tokens is None
@@ -409,7 +479,7 @@ SOURCE = {"input_ids": ids(2, 12), "decoder_input_ids": ids(2, 7)}
         ({**SOURCE, "decoder_attention_mask": torch.ones(2, 12)}, {}, r"expected decoder_attention_mask of shape \[2, 7\], got"),
         ({**SOURCE, "labels": ids(1, 7)}, {}, r"expected labels of shape \[2, 7\], got shape \(1, 7\)"),
         ({**SOURCE, "shift_labels": ids(2, 7)}, {}, "an encoder-decoder model, whose labels are not shifted"),
-        ({**SOURCE, "attention_mask": torch.tensor([[0], [1]]).expand(2, 12)}, {}, r"padding only in rows \[0\]"),
+        ({**SOURCE, "attention_mask": (torch.arange(12) < torch.tensor([[0], [5]])).long()}, {}, r"padding only in rows \[0\]"),
         ({**SOURCE}, {"layout": ls.plan(ls.full(), 7, ls.Mesh.abstract(2)).layout}, "the name of a layout .*, got Layout"),
         ({**SOURCE}, {"strategy": 3}, "the name of a strategy .*, got int"),
         ({**SOURCE, "input_ids": ids(2, 1)}, {}, "got 1 tokens for 2 ranks"),
