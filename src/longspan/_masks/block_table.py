@@ -162,7 +162,7 @@ class BlockTable:
         column changes kind there alone. Cost is proportional to the runs of this table plus the runs of the result.
         """
         gaps = self.q_tiles + 1  # gap i of a head lies before its row i; the last one after all rows
-        row, first, last, kind = self._row_of_run, self.first.long(), self.last.long() + 1, self.kind.long()
+        row, first, last, kind = self._row_of_run, self.first, self.last + 1, self.kind
         gap = row // max(1, self.q_tiles) * gaps + row % max(1, self.q_tiles)
         # Along the columns of a gap, as prefix sums over run edges: kind after the gap minus kind before it, and kind after it.
         key = torch.cat([gap, gap, gap + 1, gap + 1]) * (self.kv_tiles + 1) + torch.cat([first, last, first, last])
@@ -319,7 +319,7 @@ class BlockTable:
             nonempty[:, x].index_add_(0, line, overlap)
             full[:, x].index_add_(0, line, overlap * is_full)
             tiles[:, x] = q_tiles_per_line * (right - left)
-        shade = torch.where(nonempty == 0, 0, torch.where(full == tiles, 4, 1 + (3 * nonempty // (tiles + 1)).clamp(max=2)))
+        shade = torch.where(nonempty == 0, 0, torch.where(full == tiles, 4, 1 + 3 * nonempty // (tiles + 1)))
         return "\n".join("".join(SHADES[s] for s in line_shades) for line_shades in shade.tolist())
 
 
