@@ -35,8 +35,7 @@ class PassSimulation:
             grad_return = self._exchange_seconds(work.sent, work.received, grad_bytes)
         before, after = self._transposes(backward)
         compute, arrival, returned = torch.zeros(3, 2, *seconds.shape, dtype=torch.float64)
-        stream_free = before.clone()  # exchanges follow each other in the order in which they are started
-        compute_done = before.clone()
+        stream_free = compute_done = before  # exchanges follow each other in the order in which they are started
         for i, previous, following in self._walk():
             begin = torch.maximum(compute_done, arrival[1, :, i])
             packs_first = work.joined and i == 0  # the all-to-all waits until local KV is packed
