@@ -71,7 +71,7 @@ def test_short_neighbouring_groups_are_merged(monkeypatch: pytest.MonkeyPatch) -
     assert lead_fill._merged_groups([0, 9, 18, 26]) == [(0, 9), (9, 18), (18, 26)]
     monkeypatch.setattr(lead_fill, "MAX_GROUPS", 2)
     assert lead_fill._merged_groups([0, 9, 18, 27, 36]) == [(0, 27), (27, 36)]  # up to 32 units together, for two groups
-    assert len(lead_fill._merged_groups(list(range(0, 65 * 5, 65)))) == 4  # groups of 65 units are never short
+    assert len(lead_fill._merged_groups(list(range(0, 64 * 5, 64)))) == 4  # more than 64 units together are never short
 
 
 def test_the_top_of_a_group_is_the_heavier_of_its_last_two_units() -> None:
@@ -275,3 +275,13 @@ def test_candidates_need_demands_on_one_sequence() -> None:
         with pytest.raises(ValueError, match=rf"auto: expected demands on one sequence .*, ranks {ranks}"):
             candidates(demands, ranks)
     assert len(candidates([made(4, 2), made(4, 2)], 1)) == 3
+
+
+def test_intervals_of_more_than_twice_the_reads_are_no_structure() -> None:
+    """Units that read themselves, of which the last reads the first: intervals of 1 … T units."""
+    for units, has_structure in ((2, True), (3, True), (4, False), (5, False)):
+        first = torch.tensor([*range(units - 1), 0])
+        made = Demand(
+            length=units, unit=1, work=torch.ones(units).double(), ptr=torch.arange(units + 1), first=first, last=first
+        )  # fmt: skip
+        assert (structure_of([made]) is not None) == has_structure
