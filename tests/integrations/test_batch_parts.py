@@ -134,6 +134,7 @@ def test_documents_begin_where_positions_do_not_increase_by_one() -> None:
 def test_documents_may_come_from_positions(batch: dict[str, Tensor], derived: bool) -> None:
     assert _documents_from_positions(batch, POSITIONS) is derived
     assert not _documents_from_positions(batch, POSITIONS[1:])
+    assert _documents_from_positions(batch, rows([0, 0, 1, 2, 3])) is derived
 
 
 def test_documents_by_bounds() -> None:
@@ -233,6 +234,10 @@ def test_one_document_per_row_is_no_mask_of_documents() -> None:
         assert type(mask) is type(ls.causal()) and blind is None
     assert type(_mask({"document_ids": rows([0, 0, 1])}, positions[:1], bidirectional=False)[0]) is not type(ls.causal())
     mask, blind = _mask({"document_ids": rows([-1, -1, -1])}, positions[:1], bidirectional=False)
+    for given in (rows([0, 1, 1]), rows([0, 1, 1], [0, 1, 1]), rows([0, 1, 1], [0, 0, 1])):
+        different = given.tolist()[0] != given.tolist()[-1]
+        assert _mask({"document_ids": given}, positions[: len(given)], bidirectional=False)[0].extent.batch == (2 if different else None)
+        assert _mask({"attention_mask": given}, positions[: len(given)], bidirectional=False)[0].extent.batch == (2 if different else None)
     assert pairs(mask, 3) == [[[0] * 3] * 3] and blind is not None and blind.tolist() == [[True] * 3]
 
 
@@ -284,7 +289,7 @@ def test_the_entries_of_a_prepared_batch() -> None:
     assert set(plain) == {"longspan_plan", "use_cache", "input_ids", "position_ids", "labels", "shift_labels", "num_items_in_batch"}
     assert torch.equal(plain["input_ids"], tokens[:, 4:]) and plain["position_ids"].tolist() == [[4, 5, 6, 7, 8]] * 2
     assert torch.equal(plain["labels"][:, :-1], tokens[:, 5:]) and plain["labels"][:, -1].tolist() == [-100, -100]
-    assert plain["longspan_plan"].local_len == 5 and plain["longspan_plan"]["full"].data.batch in (None, 2)
+    assert plain["use_cache"] is False and plain["longspan_plan"].local_len == 5 and plain["longspan_plan"]["full"].data.batch in (None, 2)
     embedded = prepared({"inputs_embeds": embeds, "shift_labels": tokens})
     assert torch.equal(embedded["inputs_embeds"], embeds[:, 4:]) and torch.equal(embedded["labels"], tokens[:, 4:])
     positions = torch.arange(9).expand(4, 2, 9)
@@ -436,6 +441,11 @@ def test_both_stacks_get_plans_and_the_labels_of_the_decoder_are_split() -> None
     tokens = torch.arange(12)
     cross = plans.cross_mask(torch.arange(2)[:, None], ZERO, ZERO, tokens)
     assert cross.int().tolist() == real.tolist() and plans.whole_inputs
+    order = torch.ones(7, 7, dtype=torch.bool).tril()
+    assert pairs(plans._mask, 7, 2) == (decoder_real[:, None].bool() & order).int().tolist()
+    assert pairs(plans.encoder._mask, 12, 2) == real[:, None].expand(2, 12, 12).tolist()
+    one = two({"input_ids": source[:1], "decoder_input_ids": target[:1], "attention_mask": real[:1]})["longspan_plan"]
+    assert one.cross_mask(ZERO, ZERO, ZERO, tokens).int().tolist() == real[0].tolist()
     shared = two({**batch, "attention_mask": real[:1].expand(2, 12), "decoder_attention_mask": torch.ones(2, 7)})["longspan_plan"]
     assert shared.cross_mask.real.ndim == 1 and plans.cross_mask.real.ndim == 2
     assert two(batch, strategy="ring")["longspan_plan"].cross_strategy == "ring"

@@ -232,7 +232,7 @@ def _mask(batch: Mapping[str, Any], positions: Tensor, *, bidirectional: bool) -
     real = real_tokens(batch)
     if real is not None and not bool(real.all()):
         mask = mask & RealKeys((real[0] if bool((real == real[:1]).all()) else real).contiguous())
-        only_padding_before = (~real.any(1, keepdim=True)).expand_as(real) if bidirectional else real.int().cumsum(1) == 0
+        only_padding_before = (~real.any(1, keepdim=True)).expand_as(real) if bidirectional else real.cumsum(1) == 0
         blind = only_padding_before if blind is None else blind | only_padding_before
     return mask, blind
 

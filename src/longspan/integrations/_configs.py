@@ -171,12 +171,12 @@ def default_positions(config: Any, tokens: Tensor, real: Tensor | None) -> Tenso
     rule = "by place" if config is None else position_rule(config)
     if rule == "by pad token" and tokens.ndim == 2:
         pad = text_config(config).pad_token_id
-        counted = (tokens != pad).long()
+        counted = tokens != pad
         return counted.cumsum(1) * counted + pad
     if rule == "by pad token":
         return torch.arange(length).expand(batch_size, length) + text_config(config).pad_token_id + 1
     if rule == "by mask" and real is not None:
-        return real.long().cumsum(1) * real - 1
+        return real.cumsum(1) * real - 1
     return torch.arange(length).expand(batch_size, length)
 
 

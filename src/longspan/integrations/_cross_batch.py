@@ -138,5 +138,5 @@ def _plans(
         check_every_rank_has_tokens(made, roles.context_size, length)
         stacks.append(made)
     encoder, decoder = stacks
-    blind = None if decoder.real_tokens is None else decoder.real_tokens.int().cumsum(1) == 0
+    blind = None if decoder.real_tokens is None else decoder.real_tokens.cumsum(1) == 0
     return CrossPlans.of_stacks(decoder, encoder, cross_mask, options.get("strategy", "auto")), blind

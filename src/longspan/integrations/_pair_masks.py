@@ -46,7 +46,7 @@ def _check_padding(tokens: Any, mask: Tensor) -> None:
     real = None if tokens is None or tokens.bidirectional else tokens.padding_mask
     if real is None or real.shape[1] != mask.shape[-1]:
         return
-    left = (real.long().cumsum(1) == 0).to(mask.device)  # [B, K]
+    left = (real.cumsum(1) == 0).to(mask.device)  # [B, K]
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     if bool((seen & left[:, None, None]).any()):
         raise ValueError(

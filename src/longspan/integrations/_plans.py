@@ -150,7 +150,7 @@ def within(mask: Mask, span: Span | None, real_tokens: Tensor | None, *, bidirec
     kind, size = span
     if kind == SLIDING:
         return mask & (sliding_window(size + 1, size) if bidirectional else sliding_window(size))
-    padding = None if real_tokens is None else (real_tokens.int().cumsum(1) == 0).sum(1)
+    padding = None if real_tokens is None else (real_tokens.cumsum(1) == 0).sum(1)
     return mask & Chunks(size, None if padding is None or not bool(padding.any()) else padding)
 
 
