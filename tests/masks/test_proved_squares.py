@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longspan._masks.interval_rules import Interval
 from longspan._masks.interval_steps import KV, Q
-from longspan._masks.intervals import Interpreter
+from longspan._masks.intervals import Interpreter, bounds
 from longspan._masks.tracing import trace
 
 SIZE, SIDE = 256, 16
@@ -192,3 +192,56 @@ PROVED: dict[str, tuple[int, ...] | str] = {
 @pytest.mark.parametrize("name", MASKS)
 def test_bounds_prove_as_many_squares_from_as_few_values_as_recorded(name: str) -> None:
     assert _proved(MASKS[name]) == PROVED[name]
+
+
+NARROWED: dict[str, Callable[..., Tensor]] = {
+    "dtypes": lambda b, h, q, kv: q.to(torch.int8) + kv == q.to(torch.int16) + kv,
+    "dtypes of fixed values": lambda b, h, q, kv: ((b + 299).to(torch.int8) == (b + 299).to(torch.int16)) | (q > kv),
+    "rounding modes": lambda b, h, q, kv: torch.div(q - 90, 7, rounding_mode="floor") == torch.div(q - 90, 7, rounding_mode="trunc"),
+    "keywords of fixed values": lambda b, h, q, kv: (torch.add(b, b + 1, alpha=2) == torch.add(b, b + 1, alpha=3)) | (q > kv),
+    "numbers of two types": lambda b, h, q, kv: (q * 1.0 / 7 < kv * 1 // 7) | (kv < True),
+    "tables": lambda b, h, q, kv: (IDS[q] < LIMITS[q]) & (LIMITS[kv] < IDS[kv] + 200),
+}
+
+
+@pytest.mark.parametrize("name", NARROWED)
+def test_calls_that_differ_in_dtype_keywords_or_table_are_told_apart(name: str) -> None:
+    mask, traced = NARROWED[name], trace(NARROWED[name], "mask")
+    domain = Interpreter(traced.program, traced.captured(), b=(1, 1), h=(0, 0), q=(0, SIZE - 1), kv=(0, SIZE - 1))
+    start = torch.arange(0, SIZE, SIDE)
+    if domain.constant is None:
+        rows = [Interval(lo[:, None], hi[:, None]) for lo, hi in domain.evaluate_axis(Q, start, start + SIDE - 1)]
+        must, may = domain.evaluate_squares(rows, domain.evaluate_axis(KV, start, start + SIDE - 1))
+    else:
+        must, may = domain.constant
+    one, index = torch.tensor(1), torch.arange(SIZE)
+    tiles = mask(one, one, index[:, None], index[None]).expand(SIZE, SIZE).unflatten(1, (-1, SIDE)).unflatten(0, (-1, SIDE))
+    assert bool((tiles.all(3).all(1) | ~must).all()) and bool((~tiles.any(3).any(1) | may).all())
+
+
+def _inside(mask: Callable[..., Tensor], **sizes: int) -> list[bool]:
+    traced = trace(mask, "mask")
+    return list(bounds(traced.program, traced.captured(), SIZE, SIZE, **sizes).lookups.values())
+
+
+def test_lookups_of_fixed_rows_are_inside_unless_they_are_negative() -> None:
+    assert _inside(lambda b, h, q, kv: (IDS[b] == 0) & (q > 3)) == [True]
+    assert _inside(lambda b, h, q, kv: (IDS[b - 1] == 0) & (q > 3)) == [False]
+    assert _inside(lambda b, h, q, kv: (ROWS[b, h - 1] == 0) & (ROWS[b, h] == 0) & (q > 3)) == [False, True]
+    assert _inside(lambda b, h, q, kv: ROWS[b, q] == ROWS[b - 1, kv], batch=2) == [True, False]
+    assert _inside(lambda b, h, q, kv: ROWS[h, q] == ROWS[h + 1, kv], heads=3) == [True, False]
+
+
+def test_lookups_are_certainly_outside_from_one_entry_past_either_end() -> None:
+    for mask, kv_len in ((lambda b, h, q, kv: IDS[kv + SIZE - 1] == q, 1), (lambda b, h, q, kv: IDS[kv - SIZE] == q, 1)):
+        traced = trace(mask, "mask")
+        Interpreter(traced.program, traced.captured(), b=(0, 0), h=(0, 0), q=(0, 9), kv=(0, kv_len - 1))
+    for mask, message in (
+        (lambda b, h, q, kv: IDS[kv + SIZE - 1] == q, f"from -{SIZE} to {SIZE - 1} in a dim of {SIZE} entries, got up to {SIZE};"),
+        (lambda b, h, q, kv: IDS[kv - SIZE - 1] == q, f"from -{SIZE} to {SIZE - 1} in a dim of {SIZE} entries, got down to -{SIZE + 1};"),
+        (lambda b, h, q, kv: ROWS[kv % 3 + 2, q] == q, "from -3 to 2 in a dim of 3 entries, got up to 3;"),
+    ):
+        traced = trace(mask, "mask")
+        with pytest.raises(ValueError, match=message):
+            Interpreter(traced.program, traced.captured(), b=(0, 0), h=(0, 0), q=(0, 9), kv=(0, 1))
+        Interpreter(traced.program, traced.captured(), b=(0, 0), h=(0, 0), q=(0, 9), kv=(0, 1), strict=False)
