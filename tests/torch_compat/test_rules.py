@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longspan.torch_compat import _attention as tc
-from longspan.torch_compat import _dispatcher, _handlers
+from longspan.torch_compat import _dispatcher, _handlers, _ring
 from longspan.torch_compat import _sharding_rules as our_rules
 from longspan.torch_compat._block_mask import ShardedBlockMask
 from longspan.torch_compat._dispatcher import default_layout
@@ -417,3 +417,70 @@ def test_enabling_twice_and_disabling_once_leaves_nothing() -> None:
     assert default_layout(12, 2).positions(0).tolist() == [0, 1, 2, 9, 10, 11] and default_layout(10, 2).positions(0).tolist() == list(
         range(5)
     )
+
+
+def test_outputs_of_flex_and_of_failed_forwards_are_left_alone(mesh: DeviceMesh) -> None:
+    local = torch.zeros(1, 2, 4, 3)
+    sharded = DTensor.from_local(local, mesh, [Shard(2)], run_check=False)
+    for kind in (FLEX, SDPA):
+        hooks = tc._ForwardHooks(tc._ContextParallel(2, kind), mesh)
+        outputs: list[Any] = [[sharded], None, sharded]
+        got = []
+        for output in outputs:
+            hooks.before(nn.Identity(), (local, local, local), {})
+            got.append(hooks.after(nn.Identity(), (), output))
+        assert got[1] is None and hooks.after(nn.Identity(), (), outputs[0]) is outputs[0]  # without a forward that began
+        if kind is FLEX:
+            assert got[0] is outputs[0] and got[2] is sharded
+        else:
+            assert isinstance(got[0], tuple) and type(got[0][0]) is type(got[2]) is Tensor
+
+
+def test_placements_that_dtensor_derived_are_kept_unless_it_is_asked_to_forget_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.tensor import debug
+
+    cleared: list[str] = []
+    names = ("_clear_fast_path_sharding_prop_cache", "_clear_python_sharding_prop_cache", "_clear_sharding_prop_cache")
+    for name in names:
+        monkeypatch.setattr(debug, name, lambda name=name: cleared.append(name), raising=False)
+    our_rules.unregister_cp_sharding_rules()
+    tc._disable_context_parallel_dispatcher()
+    assert not cleared
+    our_rules.unregister_cp_sharding_rules(clear_the_cache=True)
+    assert cleared == list(names)
+
+
+@pytest.mark.parametrize(("rank", "step", "causal", "balanced", "block"), [
+    (1, 0, False, False, (False, False, False)), (1, 2, False, True, (False, False, False)),
+    (0, 0, True, True, (True, False, False)), (2, 0, True, False, (True, False, False)),
+    (0, 1, True, True, (False, True, False)), (1, 1, True, True, (False, False, True)), (1, 2, True, True, (False, True, False)),
+    (2, 2, True, True, (False, False, True)), (0, 1, True, False, (None, False, False)), (2, 2, True, False, (False, False, False)),
+    (1, 2, True, False, (None, False, False)), (1, 1, True, False, (False, False, False)),
+])  # fmt: skip
+def test_a_ring_step_computes_all_of_a_block_or_a_half(
+    rank: int, step: int, causal: bool, balanced: bool, block: tuple[bool | None, bool, bool]
+) -> None:
+    tc._cp_options.enable_load_balance = balanced
+    made = _ring._block(rank, RANKS, step, causal)
+    assert (made.behavior.value, made.half_queries, made.half_kv) == block
+    q = torch.arange(8.0).view(1, 1, 4, 2)
+    assert made.queries(q).tolist() == (q[:, :, 2:] if block[1] else q).tolist()
+    assert made.kv(q).tolist() == (q[:, :, :2] if block[2] else q).tolist()
+    for add, half, rows in ((made.add_queries, block[1], slice(2, 4)), (made.add_kv, block[2], slice(0, 2))):
+        expected = q.clone()
+        new = torch.ones(1, 1, 2 if half else 4, 2, dtype=torch.float16)
+        expected[:, :, rows if half else slice(None)] += 1
+        got = add(q, new)
+        assert torch.equal(got, expected) and got.dtype == torch.float32 and q[0, 0, 0, 0] == 0
+
+
+def test_the_handler_logs_the_ring_form_and_refuses_other_operators(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = torch.ops.aten._scaled_dot_product_flash_attention.default
+    x = DTensor.from_local(torch.zeros(1, 1, 2, 4), mesh, [Shard(2)], run_check=False)
+    logged: list[str] = []
+    monkeypatch.setattr(_handlers.logger, "debug", lambda text, *values: logged.append(text % values))
+    with pytest.raises(NotImplementedError, match="dropout_p: expected 0"):
+        tc._sdpa_handler(op, (x, x, x, 0.5), {})
+    assert logged == [f"ring form of {op}"]
+    with pytest.raises(NotImplementedError, match=r"CP only supports aten\._scaled_dot_product_flash_attention.*, got aten\.mm"):
+        tc._sdpa_handler(torch.ops.aten.mm.default, (x, x), {})
