@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,3 +94,30 @@ def test_calls_on_the_cpu_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     q: Tensor = torch.zeros(1, 2, 3, 4)
     with compiling_backward(CallTensors(q=q, k=q, v=q), CallOptions(spec=Spec(mask=None, score=None, kernel="auto"), scale=1.0), ()):
         assert not compile_ahead._may_compile(q)
+
+
+@pytest.mark.parametrize(
+    ("name", "value_dim", "order"), [("triton", 8, (0, 1, 2, 3)), ("hopper", 24, (0, 2, 1, 3)), ("cpu", 8, (0, 1, 2, 3))]
+)
+def test_the_pass_that_compiles_has_tensors_of_the_layouts_of_results(
+    name: str, value_dim: int, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    calls: list[Any] = []
+    kernel = SimpleNamespace(name=name)
+    monkeypatch.setattr(compile_ahead.one_device, "kernel_and_work", lambda inputs, options, *, backward: (kernel, ("work", backward)))
+    monkeypatch.setattr(compile_ahead.one_device, "backward_by", lambda *call: calls.append(call))
+    q = torch.zeros([(2, 4, 6, 8)[i] for i in order]).permute([order.index(i) for i in range(4)]).bfloat16().requires_grad_()
+    inputs = CallTensors(q=q, k=torch.zeros(2, 2, 5, 8).bfloat16(), v=torch.zeros(2, 2, 5, value_dim).bfloat16())
+    options = CallOptions(spec=Spec(mask=None, score=None, kernel="auto"), scale=1.0)
+    assert list(compile_ahead._backward_jobs(inputs, options, (True,))) == []
+    assert len(calls) == (name != "cpu")
+    for used, work, tensors in calls:
+        assert used is kernel and work == ("work", True)
+        assert (tensors.out.shape, tensors.out.dtype, tensors.lse.shape, tensors.lse.dtype) == (
+            (2, 4, 6, value_dim), torch.bfloat16, (2, 4, 6), torch.float32,
+        )  # fmt: skip
+        assert tensors.grad_out.stride() == tensors.out.stride() and tensors.grad_out is not tensors.out
+        assert tensors.grad_lse is None and tensors.needs == (True,) and not tensors.inputs.q.requires_grad
+        if value_dim == 8:
+            assert tensors.out.stride() == q.stride()

@@ -159,10 +159,11 @@ def test_operands_are_handed_over_in_one_order(monkeypatch: pytest.MonkeyPatch) 
     q = q.transpose(1, 2).contiguous().transpose(1, 2)
     sink, plan = torch.zeros(HEADS), ls.plan(ls.causal(), (Q_LEN, KV_LEN), ls.Mesh.abstract(1))
     chosen = ls.selected(torch.zeros(1, 2, 1, 1).int(), 16, 32)
-    score = lambda s, b, h, i, j: s + i
+    score = lambda s, b, h, i, j: s + 10 * b + 100 * h + 1000 * i + 10000 * j
+    only = ls.mask_mod(lambda b, h, i, j: (b == 4) & (h == 1) & (i == 5) & (j == 3))
     for options, mask, selection, of_choice in (
         (AttendOptions(), None, None, 0),
-        (AttendOptions(score_mod=score, sink=sink, max_scores=True, kernel="cpu"), ls.causal(), None, 0),
+        (AttendOptions(score_mod=score, sink=sink, max_scores=True, kernel="cpu"), only, None, 0),
         (AttendOptions(sink=sink, plan=plan), None, None, 0),
         (AttendOptions(), ls.causal(), chosen, 1),
         (AttendOptions(), None, replace(chosen, heads_per_choice=2), 2),
@@ -184,9 +185,9 @@ def test_operands_are_handed_over_in_one_order(monkeypatch: pytest.MonkeyPatch) 
             "scale": 0.25, "kernel": options.kernel, "max_scores": options.max_scores, "returned": False,
             "granularity": 16 if of_choice else 0, "q_granularity": 32 if of_choice else 0, "heads_per_choice": of_choice,
         }  # fmt: skip
-        values = (*operands[:3], torch.tensor([2.0]), *(torch.tensor([i]) for i in (0, 1, 5, 3)), *operands[8:])
+        values = (*operands[:3], torch.tensor([2.0]), *(torch.tensor([i]) for i in (4, 1, 5, 3)), *operands[8:])
         results = body(*values)
-        mods = [*([7.0] if has["score"] else []), *([True] if mask is not None else [])]
+        mods = [*([35142.0] if has["score"] else []), *([True] if mask is not None else [])]
         assert [r.item() for r in results[3 : 3 + len(mods)]] == mods
         assert [r.shape for r in results[:3]] == [t.shape for t in operands[:3]]
         tags = results[3 + len(mods) :]

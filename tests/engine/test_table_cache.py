@@ -138,3 +138,64 @@ def test_a_copy_made_in_inference_mode_can_be_used_in_training() -> None:
     copied = copies.on(made, torch.device("cpu"))
     assert torch.equal(copied, made) and not copied.is_inference()
     assert copies.on(made, torch.device("cpu")) is copied
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_floats_of_every_width_are_compared_by_their_bits(dtype: torch.dtype) -> None:
+    values = torch.tensor([0.0, -0.0, torch.nan, 1.0]).to(dtype)
+    same = table_cache._same_bits
+    assert same(values, values.clone()) and not same(values[:2], torch.tensor([-0.0, 0.0]).to(dtype)) and not same(values[:1], values[1:2])
+    assert not same(values, values[:3]) and not same(values.float(), values.half())
+    assert not same(values, torch.tensor([0.0, -0.0, torch.nan, 2.0]).to(dtype))
+
+
+def test_integers_are_compared_in_shape_dtype_and_value() -> None:
+    values, same = torch.arange(6), table_cache._same_bits
+    assert same(values, values.clone()) and not same(values, values.int()) and not same(values, values.view(2, 3))
+    assert not same(values, values + 1) and same(values > 2, values > 2)
+
+
+def test_tables_are_kept_by_lengths_and_by_batch_and_heads_where_the_mask_depends_on_them() -> None:
+    cache = TableCache()
+    causal, by_batch, by_head = (
+        ls.mask_mod(fn).traced.program
+        for fn in (lambda b, h, q, kv: q >= kv, lambda b, h, q, kv: q >= kv + b, lambda b, h, q, kv: q >= kv + h)
+    )
+
+    def tables(program: Any, q_len: int = 40, kv_len: int = 40, batch: int = 2, heads: int = 3) -> Any:
+        return cache.tables(program, [], q_len, kv_len, batch=batch, heads=heads)
+
+    different = [tables(causal), tables(by_batch), tables(by_head), tables(None), tables(causal, 41), tables(causal, 40, 41)]
+    assert len({id(t) for t in different}) == 6
+    assert tables(causal, batch=5, heads=7) is different[0] and tables(None, batch=5, heads=7) is different[3]
+    assert tables(by_batch, heads=7) is different[1] is not tables(by_batch, batch=5)
+    assert tables(by_head, batch=5) is different[2] is not tables(by_head, heads=7)
+    sizes = [(t.batch, t.heads) for t in (made.at((16, 32), []) for made in different[:3])]
+    assert sizes == [(1, 1), (2, 1), (1, 3)]
+    table = different[4].at((16, 32), [])
+    assert (table.q_len, table.kv_len, table.block) == (41, 40, (16, 32)) and different[4].at((16, 32), []) is table
+
+
+@pytest.mark.parametrize(("size", "kept"), [(2, [False, True, True]), (3, [True, True, True])])
+def test_the_least_recently_used_tables_are_dropped_first(size: int, kept: list[bool]) -> None:
+    cache, lengths = TableCache(size=size), (10, 20, 30)
+    tables = lambda length: cache.tables(None, [], length, length, batch=1, heads=1)
+    made = [tables(length) for length in lengths]
+    assert [tables(length) is t for length, t in zip(lengths[::-1], made[::-1], strict=True)] == kept[::-1]
+
+
+def test_contents_of_one_program_are_bounded() -> None:
+    ids = torch.arange(40) // 7
+    program, cache = ls.mask_mod(lambda b, h, q, kv: ids[q] == ids[kv]).traced.program, TableCache(contents_per_key=2)
+    tables = lambda offset: cache.tables(program, [ids + offset], 40, 40, batch=1, heads=1)
+    made = [tables(offset) for offset in range(3)]
+    assert tables(2) is made[2] and tables(1) is made[1] and tables(0) is not made[0]
+
+
+def test_device_copies_are_bounded() -> None:
+    copies, meta = DeviceCopies(size=2), torch.device("meta")
+    tensors = [torch.arange(n) for n in (3, 4, 5)]
+    made = [copies.on(t, meta) for t in tensors]
+    assert copies.on(tensors[2], meta) is made[2] and copies.on(tensors[1], meta) is made[1]
+    assert copies.on(tensors[0], meta) is not made[0] and len(copies._copies) == 2
+    assert copies.on(tensors[0], torch.device("cpu")) is tensors[0]
