@@ -1,5 +1,7 @@
 """Conversions between block tables and torch's BlockMask."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention, noop_mask
@@ -155,3 +157,37 @@ def test_the_mod_of_a_block_mask_is_named_after_its_mask():
     block_mask = create_block_mask(ls.causal(), None, None, Q_LEN, Q_LEN, device="cpu")
     assert mask_mod_of_block_mask(block_mask).__name__ == "block_mask(Causal)"
     assert torch.equal(ls.mask_mod(block_mask).block_table(Q_LEN).to_dense(), ls.causal().block_table(Q_LEN).to_dense())
+
+
+@pytest.mark.parametrize(("batch", "heads", "q_len", "kv_len"), [(1, 1, 11, 20), (2, 1, 12, 24), (1, 3, 9, 17), (2, 3, 4, 8), (3, 2, 1, 1)])
+@pytest.mark.parametrize("with_full", [True, False])
+def test_lists_of_tiles_count_as_far_as_they_are_used_and_inside_the_lengths(batch, heads, q_len, kv_len, with_full):
+    """4 rows of lists with 5 columns, of which the lengths need fewer; tiles of 4 × 8; a tile in both lists is full."""
+    generator = torch.Generator().manual_seed(batch + heads)
+
+    def lists():
+        order = torch.rand(batch, heads, 4, 5, generator=generator).argsort(-1).int()
+        return torch.randint(0, 5, (batch, heads, 4), generator=generator).int(), order
+
+    (count, indices), (full_count, full_indices) = lists(), lists()
+    full = (full_count, full_indices) if with_full else (None, None)
+    mask = BlockMask(
+        (q_len, kv_len), count, indices, *full, None, None, None, None, (4, 8), lambda b, h, q, kv: (q * 3 + kv * 5 + b + h) % 4 == 0
+    )
+    mod, table = mask_mod_of_block_mask(mask), table_of_block_mask(mask)
+    q_tiles, kv_tiles = -(-q_len // 4), -(-kv_len // 8)
+    kinds = torch.zeros(batch, heads, q_tiles, kv_tiles, dtype=torch.int8)
+    for kind, (counts, columns) in enumerate([(count, indices), (full_count, full_indices)][: 1 + with_full], 1):
+        for b, h, i in itertools.product(range(batch), range(heads), range(q_tiles)):
+            for j in columns[b, h, i, : counts[b, h, i]].tolist():
+                if j < kv_tiles:
+                    kinds[b, h, i, j] = kind
+    assert torch.equal(mod.kinds, kinds) and mod.block == table.block == (4, 8)
+    assert (table.q_len, table.kv_len, table.batch, table.heads) == (q_len, kv_len, batch, heads)
+    expected = kinds.clone()
+    expected[:, :, q_len // 4 :] = expected[:, :, q_len // 4 :].clamp(max=1)
+    expected[..., kv_len // 8 :] = expected[..., kv_len // 8 :].clamp(max=1)
+    assert torch.equal(table.to_dense(), expected)
+    b, h, q, kv = torch.meshgrid(*(torch.arange(n) for n in (batch, heads, q_len, kv_len)), indexing="ij")
+    kind = kinds[b, h, q // 4, kv // 8]
+    assert torch.equal(mod(b, h, q, kv), (kind == 2) | ((kind == 1) & ((q * 3 + kv * 5 + b + h) % 4 == 0)))
