@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from longspan._comm import agreement
 from longspan._comm.agreement import AGREEMENT, MAX_FIELDS, WORDS, Agreement, CallDescription, agree, raise_on_all_ranks
 from longspan._comm.all_reduce import all_reduce_rows
 from longspan._comm.gather import all_gather_rows
@@ -269,9 +268,3 @@ def test_descriptions_have_a_digest_for_each_field_by_name_and_value() -> None:
     assert len(CallDescription("k", {str(i): "" for i in range(MAX_FIELDS)}).digests) == MAX_FIELDS + 1
     before, after = CallDescription("k", {"a": "1"}).words
     assert len(before) == 24 and len(after) == 8 * MAX_FIELDS and (WORDS, MAX_FIELDS) == (24, 20)
-
-
-def test_eight_ranks_are_listed_and_the_others_counted() -> None:
-    listed = [agreement._rank_list(list(range(count))) for count in (1, 2, 8, 9, 12)]
-    eight = "ranks 0, 1, 2, 3, 4, 5, 6, 7"
-    assert listed == ["rank 0", "ranks 0, 1", eight, f"{eight} and 1 more", f"{eight} and 4 more"]

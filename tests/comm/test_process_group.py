@@ -15,7 +15,7 @@ from longspan._comm import mesh as meshes
 from longspan._comm import process_group
 from longspan._comm.group import Done
 from longspan._comm.mesh import Axis, Mesh, context_mesh, coordinate_of, mesh_axes, named_by_role
-from longspan._comm.process_group import C10dGroup, _as_supported, _cut, _gloo_companion, mark_broken
+from longspan._comm.process_group import C10dGroup, _gloo_companion, mark_broken
 from longspan._comm.watchdog import ExchangeLimit, watchdog
 
 
@@ -205,25 +205,6 @@ def test_only_nccl_takes_pieces(fake: Any, monkeypatch: pytest.MonkeyPatch) -> N
         assert received[2].data_ptr() == out[1:].data_ptr() and pieces[2].data_ptr() == sent[2:].data_ptr()
         group.all_to_all_pieces(out, list(sent.split([2, 0, 3])), (1, 0, 5), what="s")
         assert [len(x) for x in started[-1][2]] == [2, 0, 3] and not fake.calls
-
-
-def test_rows_are_cut_without_views() -> None:
-    rows = torch.arange(12.0).view(6, 2)
-    for splits in ((1, 2, 3), (0, 6, 0), (6,), (2, 0, 4), (3, 3, 0)):
-        pieces = _cut(rows, splits)
-        assert all(torch.equal(a, b) for a, b in zip(pieces, rows.split(list(splits)), strict=True))
-    none = _cut(rows[:0], (0, 0))
-    assert [x.shape for x in none] == [(0, 2)] * 2
-
-
-def test_dtypes_that_some_backend_lacks_are_bytes() -> None:
-    for dtype in (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8):
-        x = torch.ones(3, 2, dtype=dtype)
-        assert _as_supported(x) is x
-    for dtype in (torch.float16, torch.bfloat16, torch.int16, torch.float8_e4m3fn, torch.bool):
-        x = torch.ones(3, 2).to(dtype)
-        assert _as_supported(x).dtype == torch.uint8 and _as_supported(x).shape == (3, 2, dtype.itemsize)
-        assert _as_supported(x).data_ptr() == x.data_ptr()
 
 
 # --------------------------------------------------------------------------------------------------------------------------- meshes

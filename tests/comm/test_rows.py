@@ -14,6 +14,7 @@ from longspan._comm.all_reduce import _even_counts
 from longspan._comm.group import Alone, check_whole, describe
 from longspan._comm.mesh import Axis, Mesh, as_mesh, coordinate_of
 from longspan._comm.process_group import _as_supported, _cut
+from longspan._comm.row_moves import RowMoves
 
 
 @pytest.mark.parametrize("splits", [[2, 3, 1], [0, 6, 0], [4, 0, 2], [0, 0, 0], [6]], ids=str)
@@ -131,3 +132,39 @@ def test_a_process_group_is_a_mesh_of_its_ranks() -> None:
             as_mesh(dist.GroupMember.NON_GROUP_MEMBER)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shape", [1, 4, (2, 3), (3, 2), (1, 3), (3, 1)], ids=str)
+def test_hops_of_all_ranks_bring_rows_to_their_new_owners(shape: int | tuple[int, int]) -> None:
+    """Axis by axis, the last one first: each rank sends to the ranks of its line, in rank order."""
+    meshes = [Mesh.abstract(shape, rank) for rank in range(Mesh.abstract(shape).size)]
+    generator = torch.Generator().manual_seed(len(meshes))
+    rows = 29
+
+    def dealt() -> list[torch.Tensor]:
+        owner = torch.randint(0, max(1, len(meshes) - 1), (rows,), generator=generator)  # of several ranks, the last one holds nothing
+        order = torch.randperm(rows, generator=generator)
+        return [order[owner[order] == rank] for rank in range(len(meshes))]
+
+    before, after = dealt(), dealt()
+    moves = [RowMoves.between(mesh, before, after, torch.device("cpu")) for mesh in meshes]
+    held = before
+    axes = meshes[0].axes
+    for number, axis in enumerate(reversed(range(len(axes)))):
+        sent = []
+        for rank, made in enumerate(moves):
+            hop = made.hops[number]
+            assert hop.axis == axis and len(hop.sent) == len(hop.received) == axes[axis].size and sum(hop.sent) == len(held[rank])
+            sent.append(held[rank][hop.order].split(list(hop.sent)))
+        received = []
+        for rank, mesh in enumerate(meshes):
+            line = [
+                r
+                for r, other in enumerate(meshes)
+                if all(a == b for i, (a, b) in enumerate(zip(mesh.coordinate, other.coordinate)) if i != axis)
+            ]
+            pieces = [sent[r][mesh.coordinate[axis]] for r in line]
+            assert tuple(map(len, pieces)) == moves[rank].hops[number].received
+            received.append(torch.cat(pieces))
+        held = received
+    assert all(torch.equal(rows_of[made.order], wanted) for rows_of, made, wanted in zip(held, moves, after))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import longspan as ls
+from longspan._plan.pooling import BlockPooling, RowGroups
 from longspan.testing import virtual_world
 
 
@@ -71,3 +72,29 @@ def test_query_blocks_are_in_local_order() -> None:
     plans = [ls.plan(ls.causal(), 10, ls.Mesh.abstract(2, rank=rank), layout=layout) for rank in range(2)]
     assert [plan.query_blocks(4).tolist() for plan in plans] == [[1, 2, 0], [0, 1, 2]]
     assert plans[0].query_blocks(1).tolist() == [6, 7, 8, 0, 1]
+
+
+def test_rows_are_grouped_in_ascending_order_and_summed() -> None:
+    groups = RowGroups.of(torch.tensor([2, 0, 2, 3, 2, 0]), 5)
+    assert groups.members.tolist() == [[1, 5, 6], [6, 6, 6], [0, 2, 4], [3, 6, 6], [6, 6, 6]]
+    rows = torch.arange(12.0, dtype=torch.float64).view(6, 2).requires_grad_()
+    sums = groups.sums(rows)
+    assert sums.tolist() == [[12, 14], [0, 0], [12, 15], [6, 7], [0, 0]]
+    (grad,) = torch.autograd.grad(sums, rows, torch.arange(10.0, dtype=torch.float64).view(5, 2))
+    assert grad.tolist() == [[4, 5], [0, 1], [4, 5], [6, 7], [4, 5], [0, 1]]
+    even = RowGroups.of(torch.tensor([1, 0, 1, 0]), 2)
+    assert even.members.tolist() == [[1, 3], [0, 2]] and even.sums(torch.arange(4.0)).tolist() == [4, 2]
+    assert RowGroups.of(torch.zeros(0, dtype=torch.int64), 0).members.shape == (0, 0)
+
+
+def test_blocks_of_ranks_and_their_parts() -> None:
+    """Blocks of 4 of 14 tokens: rank 0 owns parts of blocks 0, 1 and 3, rank 1 none, rank 2 the others."""
+    layout = ls.Layout(length=14, rows=((((12, 2), (0, 2), (5, 3)), (), ((2, 3), (8, 4))),))
+    of = lambda rank: BlockPooling(layout=layout, mesh=ls.Mesh.abstract(3, rank), block=4)
+    made = of(0)
+    assert (made.blocks, made.counts, made.tokens.tolist()) == (4, [3, 0, 3], [4, 4, 4, 2])
+    assert [blocks.tolist() for blocks in made.by_rank] == [[0, 1, 3], [], [0, 1, 2]]
+    assert [of(rank).local.group.tolist() for rank in range(3)] == [[2, 2, 0, 0, 1, 1, 1], [], [0, 0, 1, 2, 2, 2, 2]]
+    assert made.gathered.members.tolist() == [[0, 3], [1, 4], [5, 6], [2, 6]]
+    whole = BlockPooling(layout=ls.Layout(length=8, rows=((((0, 8),),),)), mesh=ls.Mesh.abstract(1), block=4)
+    assert (whole.blocks, whole.tokens.tolist(), whole.counts) == (2, [4, 4], [2])
