@@ -211,3 +211,15 @@ def test_more_ranks_than_are_shown_are_sampled_evenly_with_the_busiest(monkeypat
     assert {0, 41, 57, 99} <= set(shown) and shown == sorted({41, 57, *(round(i * 99 / 63) for i in range(64))})
     monkeypatch.setattr(page_data, "MAX_RANKS", 100)
     assert page_data.shown_ranks(report) == list(range(100))
+
+
+def test_arrivals_and_runs_are_those_of_the_first_batch_row() -> None:
+    mask = ls.causal() & ls.documents(lengths=[[700, 324], [1000, 24], [512, 512]])
+    data = ls.plan(mask, 1024, ls.Mesh.abstract(3), strategy="exchange", layout="auto", batch=3, heads=2).data
+    s, kv = data.schedule, data.tiles[0].kv
+    first = [n for n, row in enumerate(s.row.tolist()) if row == 0]
+    assert data.batch_layouts == 3 and 0 < len(first) < len(s.row)
+    arrays = page_data._arrivals(data)
+    tiles = [(int(s.receiver[n]), (kv.edges[:-1] >= s.start[n]) & (kv.edges[:-1] < s.start[n] + s.length[n])) for n in first]
+    assert arrays["step_ptr"].diff().tolist() == [sum(rank == r for rank, _ in tiles) for r in range(3)]
+    assert sorted((arrays["step_end"] - arrays["step_first"]).tolist()) == sorted(int(here.sum()) for _, here in tiles)
