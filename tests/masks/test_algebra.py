@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import longspan as ls
 from longspan._masks.block_table import BlockTable
+from longspan._masks.extent import AttentionSizes, Extent
 
 
 def dense(mask: Any, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
@@ -238,3 +240,76 @@ BAD = [
 def test_bad_masks_raise(make: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         make()
+
+
+PACKED = ls.documents([3, 1])
+ROWS = ls.documents([[3, 1], [2, 2]])
+WINDOW, AHEAD, CAUSAL = ls.sliding_window(3), ls.sliding_window(5, 2), ls.causal()
+CUSTOM = ls.mask_mod(operator.gt)  # never called
+# (mask, value_key, reads_copies, left_reach, is_causal, extent, text)
+PROPERTIES = [
+    (ls.full(), ("full",), True, None, False, {}, "full()"),
+    (CAUSAL, ("causal",), True, None, True, {}, "causal()"),
+    (WINDOW, ("window", 3, 0), True, 3, True, {}, "sliding_window(3, 0)"),
+    (AHEAD, ("window", 5, 2), True, 5, False, {}, "sliding_window(5, 2)"),
+    (ls.prefix(2), ("prefix", 2), True, None, False, {}, "prefix(2)"),
+    (ls.prefix([2, 3]), None, True, None, False, {"batch": 2}, "prefix(…)"),
+    (PACKED, None, True, None, False, {"q_len": 4, "kv_len": 4}, "documents(4 tokens)"),
+    (ROWS, None, True, None, False, {"q_len": 4, "kv_len": 4, "batch": 2}, "documents(4 tokens)"),
+    (CUSTOM, None, False, None, False, {}, "mask_mod(gt)"),
+    (~WINDOW, ("~", ("window", 3, 0)), True, None, False, {}, "~sliding_window(3, 0)"),
+    (~CUSTOM, None, False, None, False, {}, "~mask_mod(gt)"),
+    (~ROWS, None, True, None, False, {"q_len": 4, "kv_len": 4, "batch": 2}, "~documents(4 tokens)"),
+    (WINDOW & AHEAD, ("&", ("window", 3, 0), ("window", 5, 2)), True, 3, True, {}, "(sliding_window(3, 0) & sliding_window(5, 2))"),
+    (AHEAD & ls.full(), ("&", ("window", 5, 2), ("full",)), True, 5, False, {}, "(sliding_window(5, 2) & full())"),
+    (CAUSAL & ls.full(), ("&", ("causal",), ("full",)), True, None, True, {}, "(causal() & full())"),
+    (WINDOW | AHEAD, ("|", ("window", 3, 0), ("window", 5, 2)), True, 5, False, {}, "(sliding_window(3, 0) | sliding_window(5, 2))"),
+    (WINDOW | CAUSAL, ("|", ("window", 3, 0), ("causal",)), True, None, False, {}, "(sliding_window(3, 0) | causal())"),
+    (CAUSAL | WINDOW, ("|", ("causal",), ("window", 3, 0)), True, None, False, {}, "(causal() | sliding_window(3, 0))"),
+    (CAUSAL & PACKED, None, True, None, True, {"q_len": 4, "kv_len": 4}, "(causal() & documents(4 tokens))"),
+    (PACKED | CUSTOM, None, False, None, False, {"q_len": 4, "kv_len": 4}, "(documents(4 tokens) | mask_mod(gt))"),
+    (CUSTOM & WINDOW, None, False, 3, True, {}, "(mask_mod(gt) & sliding_window(3, 0))"),
+    (ls.prefix([1, 2]) & ROWS, None, True, None, False, {"q_len": 4, "kv_len": 4, "batch": 2}, "(prefix(…) & documents(4 tokens))"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mask", "value_key", "reads_copies", "left_reach", "is_causal", "extent", "text"), PROPERTIES)
+def test_properties_of_masks_and_combinations(
+    mask: Any, value_key: Any, reads_copies: bool, left_reach: int | None, is_causal: bool, extent: dict[str, int], text: str
+) -> None:
+    assert (mask.value_key, mask.reads_copies, mask.left_reach, str(mask)) == (value_key, reads_copies, left_reach, text)
+    assert mask.is_causal == is_causal and mask.extent == Extent(**extent) and not mask.has_selection and not mask.is_static
+
+
+def test_documents_under_a_causal_mask_look_up_their_first_token_only() -> None:
+    for packed in (PACKED & CAUSAL, CAUSAL & PACKED, (PACKED & ls.full()) & WINDOW):
+        assert len(packed.traced.captured()) == 1
+    for whole in (PACKED, PACKED & AHEAD, PACKED | CAUSAL, ~PACKED & CAUSAL):
+        assert len(whole.traced.captured()) == 2
+
+
+def test_combinations_with_a_selection_take_the_form_of_a_call() -> None:
+    chosen = ls.selected(torch.tensor([[[[0], [1]]]]), 4)
+    sizes = AttentionSizes(q_len=8, kv_len=8, batch=1, heads=2)
+    for mask, text in (
+        (chosen & CAUSAL, "(selected(4 keys, 4 queries) & causal())"),
+        (WINDOW | chosen, "(sliding_window(3, 0) | selected(4 keys, 4 queries))"),
+        (~chosen, "~selected(4 keys, 4 queries)"),
+    ):
+        assert mask.has_selection and str(mask.for_sizes(sizes)) == text
+        listed = mask.for_sizes(sizes, as_table=False)
+        assert listed.has_selection and str(listed) == str(mask)
+    for mask in (CAUSAL & PACKED, ~PACKED, PACKED):
+        assert mask.for_sizes(sizes) is mask
+
+
+def test_tables_have_lengths_from_0_and_blocks_from_1() -> None:
+    assert ls.prefix(0).block_table(4, block=4).counts() == (1, 0, 0) and ls.causal().block_table(0, 3).rows == 0
+    assert ls.causal().block_table(3, 0).kv_tiles == 0
+    assert ls.causal().block_table(3, 2, block=1).counts() == (1, 0, 5) and ls.full().block_table(4, 6, block=[2, 3]).block == (2, 3)
+    for q_len, kv_len, block in ((-1, 3, 4), (3, -1, 4), (3, 3, 0), (3, 3, (4, 0)), (3, 3, (0, 4))):
+        with pytest.raises(ValueError, match="lengths must be >= 0 and blocks >= 1"):
+            ls.causal().block_table(q_len, kv_len, block)
+    per_row, per_head = ls.prefix([2, 4]), ls.mask_mod(lambda b, h, q, kv: kv < h)
+    assert (per_row.block_table(4, 8).batch, per_head.block_table(4, 8).heads, per_head.block_table(4, 8, heads=3).heads) == (2, 1, 3)
+    assert (per_row & per_head).block_table(4, 8, heads=3, batch=2).to_dense().shape == (2, 3, 1, 1)

@@ -259,3 +259,27 @@ def test_a_program_unpickled_in_inference_mode_supports_backward() -> None:
     score = torch.randn(2, 3, requires_grad=True)
     program(score * scale, *[torch.zeros(1, 1, dtype=torch.int64)] * 4).sum().backward()
     torch.testing.assert_close(score.grad, torch.full((2, 3), 3.75))
+
+
+def test_programs_know_the_indices_that_they_use_and_whether_they_are_elementwise() -> None:
+    table, cube = torch.arange(12).view(3, 4), torch.zeros(2, 3, 4, dtype=torch.int64)
+    scalar = torch.tensor(3)
+    cases: list[tuple[Any, tuple[bool, bool, bool, bool]]] = [  # uses the batch index, the head, a position; elementwise
+        (lambda b, h, q, kv: q > 3, (False, False, True, True)),
+        (lambda b, h, q, kv: kv > 3, (False, False, True, True)),
+        (lambda b, h, q, kv: b > h, (True, True, False, True)),
+        (lambda b, h, q, kv: h > 0, (False, True, False, True)),
+        (lambda b, h, q, kv: table[h, q] > scalar, (False, True, True, True)),
+        (lambda b, h, q, kv: cube[1, h, kv] == q, (False, True, True, True)),
+        (lambda b, h, q, kv: (table.T[q] > 3).all(), (False, False, True, False)),
+        (lambda b, h, q, kv: (table[h] > 3).all(), (False, True, False, False)),
+        (lambda b, h, q, kv: (table > q).any(), (False, False, True, False)),
+        (lambda b, h, q, kv: cube[b].sum() == kv, (True, False, True, False)),
+    ]
+    for mod, expected in cases:
+        program = trace(mod, "mask").program
+        assert (program.uses_batch, program.uses_head, program.uses_position, program.pointwise) == expected
+    score = trace(lambda s, b, h, q, kv: s + table[b, kv] + scalar, "score").program
+    assert (score.uses_batch, score.uses_head, score.uses_position, score.pointwise) == (True, False, True, True)
+    assert [n.name for n in score.index_nodes] == ["b", "h", "q", "kv"] and len(score.captured_nodes) == len(score.captured) == 2
+    assert not trace(lambda s, b, h, q, kv: s + b, "score").program.uses_position
