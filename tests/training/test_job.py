@@ -288,3 +288,20 @@ def test_forward_and_backward_give_out_and_three_gradients() -> None:
     for got, right in zip(gradients, torch.autograd.grad(want, (q, k, v), tensors[3]), strict=True):
         torch.testing.assert_close(got, right)
     assert not out.requires_grad and not any(t.requires_grad for t in tensors)
+
+
+@pytest.mark.parametrize(("ranks", "ulysses"), [(2, True), (3, False)])
+def test_other_ranks_of_the_demo_run_what_is_possible_and_return_nothing(
+    ranks: int, ulysses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[str] = []
+    plan = demo_ranks.plan
+    monkeypatch.setattr(demo_ranks, "plan", lambda *args, **options: planned.append(options["strategy"]) or plan(*args, **options))
+    monkeypatch.setattr(demo_ranks, "forward_backward", lambda tensors, **_: tensors[:1])
+    monkeypatch.setattr(ls.Plan, "unshard", lambda self, x, dim: x)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=ranks)
+    try:
+        assert demo_ranks.on_rank(CPU, demo_ranks.DemoSizes(tokens=300, heads=4, kv_heads=2, dim=8)) == (0.0, [])
+    finally:
+        dist.destroy_process_group()
+    assert planned == ["auto", "ring", "allgather", "exchange", *(["ulysses"] if ulysses else [])]
