@@ -184,6 +184,30 @@ def test_a_backward_pass_computes_the_first_local_tiles_last(name: str) -> None:
     assert split_ranks > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "bytes_sent", "tokens"),
+    [
+        # Tokens of each rank that are computed last, in tiles of 16. None: nothing is received in the first, or sent in the last step.
+        ("contiguous ring", (2, 4), [None, 96, 96, 80]),
+        ("contiguous ring", (4, 4), [None, 64, 64, 64]),
+        ("contiguous ring", (1, 40), [None, 160, 160, 160]),
+        ("contiguous ring", (40, 1), [None, 16, 16, 16]),
+        ("ring by stages", (2, 4), [None, None, None, 80]),
+        ("head_tail ring", (2, 4), [80, 80, 80, 96]),
+        ("head_tail ring by stages", (4, 4), [48, 96, 80, 64]),
+        ("head_tail ring by stages", (1, 40), [160, 160, 160, 80]),  # at most as many as received rows
+    ],
+)
+def test_local_kv_is_split_in_proportion_to_the_bytes_of_both_transfers(
+    name: str, bytes_sent: tuple[int, int], tokens: list[int | None]
+) -> None:
+    for plan, late in zip(plans(name), tokens, strict=True):
+        options = ScheduleOptions(block=(64, 16), backward=True)
+        split = local_schedule(plan, replace(options, split_bytes=bytes_sent))
+        assert (split is local_schedule(plan, options)) == (late is None)
+        assert late is None or len(split.steps[-1].local) == late
+
+
 @pytest.mark.parametrize("name", ["joined ring", "batch rows"])
 def test_local_kv_stays_in_one_step_where_it_is_joined_or_batch_rows_differ(name: str) -> None:
     for plan in plans(name):
