@@ -119,6 +119,7 @@ def test_kv_of_one_batch_row_serve_all_rows_of_flex_attention(attend: AttentionD
     want = flex_attention(Q, K[:1].expand(2, -1, -1, -1), V[:1].expand(2, -1, -1, -1))
     torch.testing.assert_close(attend.flex(Q, K[:1], V[:1]), want)
     torch.testing.assert_close(attend.flex(Q[:1], K[:1], V[:1]), want[:1])
+    torch.testing.assert_close(attend.flex(Q[:, :1], K[:1, :1], V[:1, :1]), want[:, :1])
 
 
 def test_plans_are_made_with_the_batch_and_heads_that_their_mask_depends_on(attend: AttentionDispatcher) -> None:

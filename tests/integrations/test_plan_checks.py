@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import longspan as ls
-from longspan.integrations import _mixers, _plan_use, memory, prepare_batch
+from longspan.integrations import _head_mixers, _mixers, _plan_use, memory, prepare_batch
 from longspan.integrations._forward import PLAN_KEYWORD, Forward, PlanKeepingCheckpoint, current_forward, in_forward
 from longspan.integrations._mixers import _check_others, _check_plans, _MixerCall, check_not_compiled, is_compiled, mixers_of, mixes_tokens
 from longspan.integrations._plan_use import (
@@ -532,6 +532,35 @@ def test_only_plain_linear_heads_have_a_tiled_loss() -> None:
     for head in (hooked, patched, own):
         with pytest.raises(ValueError, match="has hooks or a forward of its own"):
             memory._check_head(model(head))
+
+
+# -------------------------------------------------------------------------------------------------------------- gated delta nets
+
+
+def delta_net(parts: Any = _head_mixers._GROUPED, *, groups: int = 12, norm: int = 3, **attributes: Any) -> Any:
+    """A layer with 4 key heads, 6 value heads of 3 dims and 12 channels of its convolution."""
+    made = module(num_k_heads=4, num_v_heads=6, head_v_dim=3, key_dim=8, value_dim=18, conv_dim=12, **attributes)
+    for name in parts:
+        setattr(made, name, nn.Linear(2, 2))
+    made.conv1d, made.norm = nn.Conv1d(12, 12, 3, groups=groups), nn.LayerNorm(norm)
+    made.A_log, made.dt_bias = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.zeros(6))
+    return made
+
+
+def test_gated_delta_nets_are_divided_by_their_key_heads() -> None:
+    for parts in (_head_mixers._GROUPED, _head_mixers._SEPARATE):
+        assert [_head_mixers.splits_by_heads(delta_net(parts), ranks) for ranks in (1, 2, 3, 4, 8)] == [True, True, False, True, False]
+    extra, without, other_conv = delta_net(), delta_net(), delta_net()
+    extra.more, other_conv.conv1d = nn.Linear(2, 2), nn.Linear(12, 12)
+    del without.key_dim
+    weighted = delta_net()
+    weighted.scale = nn.Parameter(torch.zeros(1))
+    others = delta_net(_head_mixers._COMMON), delta_net(groups=6), delta_net(norm=4), delta_net(conv=nn.Linear(2, 2))
+    for layer in (extra, without, other_conv, weighted, *others):
+        assert not _head_mixers.splits_by_heads(layer, 1)
+    channels = delta_net()
+    channels.conv_dim = 13
+    assert not _head_mixers.splits_by_heads(channels, 1)
 
 
 def test_mixers_and_plans_of_other_modules_are_not_touched() -> None:
