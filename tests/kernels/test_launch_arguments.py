@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,6 +196,12 @@ DECODE: dict[str, Callable[[], Any]] = {
     "split kernel, captured": lambda: decode_pages([9000] * 90, [1] * 90, heads=(128, 1), by=BY, longest=9999, **LATENT),
     "split kernel of a mask": lambda: decode_pages([9000] * 9, [1] * 9, heads=(128, 1), by=BY, work=paged_work(CAUSAL), **LATENT),
     "split kernel of few rows": lambda: decode_pages([900], [1], heads=(16, 1), by=BY, **LATENT),
+    "documents": lambda: decode_pages([600], [1], work=paged_work(DOCUMENTS)),
+    "other documents": lambda: decode_pages([600], [1], work=paged_work(ls.documents(ids=IDS) & ~ls.causal())),
+    "counts that differ": lambda: decode_pages([5000] * 50, [4] + [1] * 49, heads=(32, 4)),
+    "64 new tokens": lambda: decode_pages([600, 80], [64, 2], new=True),
+    "split kernel of lengths that differ": lambda: decode_pages([9000, 90_000, 7] * 30, [1] * 90, heads=(128, 1), by=BY, **LATENT),
+    "split kernel of two tokens": lambda: decode_pages([9000] * 70, [2] * 70, heads=(128, 2), by=BY, **LATENT),
     "contiguous": lambda: decode_contiguous(2, (12, 4), 3, 700, (64, 48)),
     "contiguous of groups": lambda: decode_contiguous(50, (12, 4), 1, 5000, (64, 48)),
     "contiguous of groups that read": lambda: decode_contiguous(5, (12, 4), 1, 5000, (64, 48), work=paged_work(None, ALIBI)),
@@ -378,6 +385,58 @@ def test_arguments_are_as_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -
         assert ARGUMENTS[name]() == recorded()[name]
     finally:
         clear_caches()
+
+
+def test_calls_that_differ_have_launches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches are kept from call to call."""
+    as_on_gpus(monkeypatch)
+    try:
+        for name in [*DECODE, *reversed(DECODE)]:
+            assert DECODE[name]() == recorded()[f"decode: {name}"], name
+    finally:
+        clear_caches()
+
+
+@pytest.mark.parametrize(
+    ("dims", "shared", "words"),
+    [
+        ((256, 256), False, None),
+        ((257, 8), False, "head dims 257 and 8: expected at most 256 each"),
+        ((8, 264), False, "head dims 8 and 264: expected at most 256 each"),
+        ((768, 512), True, None),
+        ((769, 512), True, "shared KV of 512 and 257 more elements: expected at most 512 and 256"),
+        ((600, 520), True, "shared KV of 520 and 80 more elements: expected at most 512 and 256"),
+    ],
+)
+def test_head_dims_that_decode_kernels_support(
+    dims: tuple[int, int], shared: bool, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(decode_call, "interpreted", lambda: True)
+    q = torch.zeros(1, 2, 1, dims[0])
+    assert decode_call.unsupported_reason(q, dims, paged_work(), sequences=1, longest=9, shared=shared) == words
+
+
+def test_devices_dtypes_and_programs_that_decode_kernels_support(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason(q: Any, work: PagedWork | None = None, longest: int = 700, sequences: int = 2) -> str | None:
+        return decode_call.unsupported_reason(q, (16, 16), work or paged_work(), sequences=sequences, longest=longest)
+
+    q = torch.zeros(1, 12, 1, 16)
+    assert reason(q.double()) == "dtype torch.float64: expected bfloat16, float16 or float32"
+    words = "expected a CUDA device of compute capability 8.0 or later"
+    monkeypatch.setattr(decode_call, "interpreted", lambda: False)
+    assert reason(q) == f"tensors on cpu: {words}"
+    device: Any = SimpleNamespace(dtype=FP32, is_cuda=True, device=CPU, shape=q.shape)
+    for capability, wanted in (((7, 5), f"tensors on cpu: {words}"), ((8, 0), None), ((9, 0), None)):
+        monkeypatch.setattr(decode_call, "capability", lambda device, capability=capability: capability)
+        assert reason(device) == wanted
+    monkeypatch.setattr(decode_call, "interpreted", lambda: True)
+    assert reason(q, paged_work(DOCUMENTS, ALIBI)) is None
+    assert "for sequences of 701 tokens" in str(reason(q, paged_work(DOCUMENTS, ALIBI), longest=701))
+    assert "may look outside" in str(reason(torch.zeros(1, 13, 1, 16), paged_work(DOCUMENTS, ALIBI)))
+    by_sequence = paged_work(lambda b, h, q, kv: IDS[b] < q)
+    assert reason(q, by_sequence, sequences=700) is None and reason(q, by_sequence, sequences=701) is not None
+    sums = paged_work(None, lambda s, b, h, q, kv: s + torch.atan2(s, s))
+    assert "uses atan2" in str(reason(q, sums)) and "uses atan2" in str(reason(q, paged_work(lambda b, h, q, kv: torch.atan2(q, kv) > 0)))
 
 
 @pytest.mark.parametrize("rule", RULES)
