@@ -20,9 +20,10 @@ from longspan._dropin.buffers import Buffer, make_buffers, mark_written, version
 from longspan._dropin.context import Context, context_parallel
 from longspan._dropin.dispatcher import AttentionDispatcher
 from longspan._dropin.flash import flash_attn_func, flash_attn_varlen_func
-from longspan._dropin.global_layout import in_rank_order
+from longspan._dropin.global_layout import chunked, in_rank_order
 from longspan._dropin.intercept import AttentionMode, intercepting
 from longspan._dropin.mask_keys import MaskKeys
+from longspan._dropin.parallel_style import _ContextHooks
 from longspan._plan.layout import Layout
 from longspan.testing import virtual_world
 
@@ -159,6 +160,14 @@ def test_digests_are_taken_only_of_masks_whose_contents_matter(attend: Attention
         digested.clear()
         attend.sdpa(q, k, k, attn_mask=mask)
         assert digested == [tuple(mask.shape)] * matters
+
+
+def test_digests_end_with_their_tensors() -> None:
+    keys, tensor = MaskKeys(), torch.arange(3)
+    keys.digest(tensor)
+    assert len(keys._digests) == 1
+    del tensor
+    assert keys._digests == {}
 
 
 # -------------------------------------------------------------------------------------------------------------------- forms of masks
@@ -400,6 +409,21 @@ def test_lengths_may_be_exchanged_at_each_call() -> None:
 
     for out in virtual_world(2).run(rank):
         torch.testing.assert_close(out, want)
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths", "positions"),
+    [
+        ({}, set(), [3, 4, 5]),
+        ({"seq_len": 7}, {7}, [3, 4, 5]),
+        ({"seq_len": [7, 10], "layout": chunked}, {7, 10}, [3, 4, 5]),
+        ({"layout": lambda length, ranks: in_rank_order([1, 4, 2])}, set(), [1, 2, 3, 4]),
+    ],
+)
+def test_the_layout_of_a_module_style_is_that_of_dtensors(options: dict[str, Any], lengths: set[int], positions: list[int]) -> None:
+    hooks = _ContextHooks(ls.Mesh.abstract(3, 1), ls.ContextParallel(**options))
+    for context in (hooks._for_plain_inputs, hooks._for_dtensors):
+        assert set(context.dispatcher.sequences.by_length) == lengths and context.positions(7).tolist() == positions
 
 
 # ---------------------------------------------------------------------------------------------------------------------- flash-attn
