@@ -285,3 +285,21 @@ def test_intervals_of_more_than_twice_the_reads_are_no_structure() -> None:
             length=units, unit=1, work=torch.ones(units).double(), ptr=torch.arange(units + 1), first=first, last=first
         )  # fmt: skip
         assert (structure_of([made]) is not None) == has_structure
+
+
+@pytest.mark.parametrize(("units", "ranks", "variants"), [
+    (9, 5, 0), (10, 5, 4), (32, 16, 4), (40, 17, 3), (42, 21, 3), (44, 22, 2), (64, 32, 2), (66, 33, 2), (80, 40, 2)
+])  # fmt: skip
+def test_the_more_ranks_the_fewer_constructions(units: int, ranks: int, variants: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one causal document, whose contiguous layout is far from balanced; three aims each."""
+    tried: list[int] = []
+
+    def construct(structure: Structure, counts: list[int], slack: float, variant: int) -> tuple[torch.Tensor, bool]:
+        tried.append(variant)
+        return torch.arange(ranks).repeat_interleave(torch.tensor(counts)), True
+
+    monkeypatch.setattr(search, "lead_and_fill", construct)
+    monkeypatch.setattr(_Search, "_improve", lambda self, structure, starts: None)
+    unit = torch.arange(units)
+    made = Demand(length=units, unit=1, work=unit.double() + 1, ptr=torch.arange(units + 1), first=torch.zeros_like(unit), last=unit)
+    assert len(candidates(made, ranks)) == 3 and tried == [variant for variant in range(variants) for _ in search.AIMS]
