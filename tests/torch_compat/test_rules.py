@@ -484,3 +484,12 @@ def test_the_handler_logs_the_ring_form_and_refuses_other_operators(mesh: Device
     assert logged == [f"ring form of {op}"]
     with pytest.raises(NotImplementedError, match=r"CP only supports aten\._scaled_dot_product_flash_attention.*, got aten\.mm"):
         tc._sdpa_handler(torch.ops.aten.mm.default, (x, x), {})
+
+
+def test_an_operator_without_a_strategy_has_none_again() -> None:
+    propagator, op = DTensor._op_dispatcher.sharding_propagator, torch.ops.longspan.flex_cp_allgather.default
+    tables = propagator.op_strategy_funcs, propagator.op_to_schema_info
+    assert not any(op in table for table in tables)
+    with our_rules._op_strategy_context(op, placements) as before:
+        assert before == (None, None) and op in tables[0]
+    assert not any(op in table for table in tables)
