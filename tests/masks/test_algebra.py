@@ -313,3 +313,10 @@ def test_tables_have_lengths_from_0_and_blocks_from_1() -> None:
     per_row, per_head = ls.prefix([2, 4]), ls.mask_mod(lambda b, h, q, kv: kv < h)
     assert (per_row.block_table(4, 8).batch, per_head.block_table(4, 8).heads, per_head.block_table(4, 8, heads=3).heads) == (2, 1, 3)
     assert (per_row & per_head).block_table(4, 8, heads=3, batch=2).to_dense().shape == (2, 3, 1, 1)
+
+
+def test_functions_combine_with_masks_from_either_side_in_order() -> None:
+    function: Any = operator.gt
+    combined = [function & CAUSAL, CAUSAL & function, function | CAUSAL, CAUSAL | function]
+    names = ["(mask_mod(gt) & causal())", "(causal() & mask_mod(gt))", "(mask_mod(gt) | causal())", "(causal() | mask_mod(gt))"]
+    assert [str(mask) for mask in combined] == names

@@ -216,3 +216,12 @@ def test_segments_without_squares_have_no_runs():
     ptr, first, last, kind = Segments(rows=2, columns=5).table()
     assert ptr.tolist() == [0, 0, 0] and ptr.dtype == first.dtype == last.dtype == torch.int32 and kind.dtype == torch.int8
     assert len(first) == len(last) == len(kind) == 0 and first is not last
+
+
+def test_a_table_has_one_batch_row_and_head_by_default() -> None:
+    none = torch.zeros(0, dtype=torch.int32)
+    table = BlockTable(
+        q_len=3, kv_len=5, block=(2, 2), ptr=torch.zeros(3, dtype=torch.int32), first=none, last=none, kind=none.to(torch.int8)
+    )
+    assert (table.batch, table.heads, table.rows, table.tiles, table.mask_mod) == (1, 1, 2, None, None)
+    assert table.counts() == (6, 0, 0)

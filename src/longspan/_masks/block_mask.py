@@ -127,7 +127,7 @@ def _lists(block_mask: BlockMask) -> list[tuple[Tensor, Tensor, int]]:
 
 
 def _listed_tiles(block_mask: BlockMask) -> tuple[tuple[int, int, int, int], Tensor, Tensor, Tensor]:
-    """(batch, heads, q_tiles, kv_tiles), then row, column (int64) and kind (int8) of each listed tile: unique, sorted, on the CPU."""
+    """(batch, heads, q_tiles, kv_tiles), then row, column and kind (int64) of each listed tile: unique, sorted, on the CPU."""
     batch, heads, _ = block_mask.kv_num_blocks.shape
     q_tiles, kv_tiles = _tiles(block_mask)
     codes = []  # tile number * 4 + kind
@@ -140,5 +140,5 @@ def _listed_tiles(block_mask: BlockMask) -> tuple[tuple[int, int, int, int], Ten
     # A tile in both lists is full. `unique` sorts its full code last; the last code of each tile is taken.
     code = torch.cat(codes).unique()
     code = code[torch.cat([code[1:] // 4 != code[:-1] // 4, torch.ones(min(1, len(code)), dtype=torch.bool)])]
-    tile, kinds = code // 4, (code % 4).to(torch.int8)
+    tile, kinds = code // 4, code % 4
     return (batch, heads, q_tiles, kv_tiles), tile // max(1, kv_tiles), tile % max(1, kv_tiles), kinds
