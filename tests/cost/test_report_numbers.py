@@ -19,7 +19,7 @@ from longspan._cost.timeline import Conditions, PassTimes, Timeline
 LAYOUT = ls.Layout(length=1000, rows=((((0, 500),), ((500, 200),), ((700, 300),)),))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def report() -> Any:
     sizes: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 64, "batch": 3}
     return ls.plan(ls.causal(), 1000, ls.Mesh.abstract(3), layout=LAYOUT, strategy="ring", **sizes).report("h100")
@@ -149,3 +149,14 @@ def test_a_curve_has_the_fastest_way_for_each_size() -> None:
         min(made.seconds for made in simulate.simulate(ls.causal(), tokens, gpus, **options)) for gpus, tokens in ((2, 1024), (4, 2048))
     ]
     assert [made.seconds for made in got] == best
+
+
+@pytest.mark.parametrize(("tokens", "short"), [(1280, False), (1300, True)])
+def test_a_short_last_unit_is_known_to_round_robin(tokens: int, short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    dealt = simulate.round_robin_owner
+    monkeypatch.setattr(
+        simulate, "round_robin_owner", lambda *args, short_last: asked.append(short_last) or dealt(*args, short_last=short_last)
+    )
+    owner_of("round_robin", demand_for(ls.causal(), tokens, 5), 5)
+    assert asked == [short]

@@ -23,7 +23,7 @@ def plan() -> ls.Plan:
     return ls.plan(ls.causal(), 1300, ls.Mesh.abstract(3), layout="contiguous", strategy="exchange", heads=8, kv_heads=2, head_dim=64)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def drawn(plan: ls.Plan) -> Any:
     return figure(plan.report())
 

@@ -15,6 +15,7 @@ from tests.report.pages import page_of
 
 import longspan as ls
 from longspan._report import figure, page_data, page_tables
+from longspan._report.grid import density_grid
 from longspan._report.page import _fill, page, save
 from longspan._report.terminal import bar, curve, picture, symbol
 
@@ -223,3 +224,11 @@ def test_arrivals_and_runs_are_those_of_the_first_batch_row() -> None:
     tiles = [(int(s.receiver[n]), (kv.edges[:-1] >= s.start[n]) & (kv.edges[:-1] < s.start[n] + s.length[n])) for n in first]
     assert arrays["step_ptr"].diff().tolist() == [sum(rank == r for rank, _ in tiles) for r in range(3)]
     assert sorted((arrays["step_end"] - arrays["step_first"]).tolist()) == sorted(int(here.sum()) for _, here in tiles)
+
+
+def test_grids_are_of_the_first_head() -> None:
+    mask = ls.mask_mod(lambda b, h, q, kv: (q >= kv) & (q - kv < 200 * (h + 1)))
+    data = ls.plan(mask, 1024, ls.Mesh.abstract(2), strategy="ring", layout="contiguous", heads=3).data
+    table = data.tiles[0].table
+    assert table.heads == 3
+    assert torch.equal(density_grid(data, 8, 8).density > 0, table.to_dense()[0, 0] > 0)
