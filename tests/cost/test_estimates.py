@@ -13,11 +13,13 @@ import longspan as ls
 from longspan._balance.demand import Demand
 from longspan._cost.estimate import OwnerEstimate, _full_and_partial
 from longspan._cost.pair_counts import balance_of, split_heads
+from longspan._cost.predict import timeline
 from longspan._cost.rates import Rates, Shape
 from longspan._cost.report_data import report
 from longspan._cost.simulate import Simulated, _sampled, demand_for, owner_of, simulate
 from longspan._cost.timeline import Conditions
 from longspan._cost.workload import BackwardMoves, Placement, Workload
+from longspan._plan.named_layouts import from_owner
 
 # Five units of 256 tokens, the last of 176; unit t reads units 0 … t. Rank 0 owns units 0 and 3, rank 1 unit 1, rank 2 units 2 and 4.
 OWNER = torch.tensor([0, 1, 2, 0, 2])
@@ -124,9 +126,40 @@ def test_pairs_of_batch_rows_with_layouts_of_their_own_are_added() -> None:
 def test_edges_of_a_mask_are_local_as_far_as_there_is_room() -> None:
     """Units of 2 × 2 tiles; rank 0 wastes 3 of 12 tiles, all of them on local KV; rank 1 wastes 4, of which 2 are local."""
     area = torch.tensor([[8.0, 3.0, 1.0], [4.0, 2.0, 6.0], [4.0, 0.0, 0.0]], dtype=torch.float64)
-    full, partial = _full_and_partial(area, torch.tensor([9.0, 8.0, 5.0], dtype=torch.float64), 256)
+    full, partial = _full_and_partial(area, torch.tensor([9.0, 8.0, 5.0], dtype=torch.float64), torch.tensor([2.0, 2.0, 2.0]))
     assert partial.tolist() == [[3, 0, 0], [2, 0.5, 1.5], [0, 0, 0]]
     assert full.tolist() == [[3.5, 3, 1], [1, 1.25, 3.75], [4, 0, 0]]
+
+
+def test_tiles_end_where_the_owner_changes() -> None:
+    """Eight units of 32 tokens; the tiles are units 0 … 3, 4, 5 and 6 … 7. Every unit reads all units."""
+    owner = torch.tensor([0, 0, 0, 0, 1, 0, 1, 1])
+    demand = Demand(
+        length=256, unit=32, work=torch.full((8,), 32.0 * 256, dtype=torch.float64), ptr=torch.arange(9),
+        first=torch.zeros(8, dtype=torch.int64), last=torch.full((8,), 7),
+    )  # fmt: skip
+    work = OwnerEstimate(demand, owner, 2).workload(moves="allgather", placement=PLACE, shape=Shape(heads=3))
+    assert work.query_tiles.tolist() == [[6, 6], [6, 6]] and work.active_tiles is not None
+    torch.testing.assert_close(work.active_tiles, work.query_tiles)
+    torch.testing.assert_close(work.full, torch.tensor([[12.0, 12.0], [12.0, 12.0]], dtype=torch.float64))
+    assert float(work.partial.abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize(("tokens", "ranks"), [(8192, 7), (5000, 6), (1000, 3), (4096, 8)])
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail", "round_robin"])
+def test_estimates_of_cut_tiles_are_near_the_plans_own(tokens: int, ranks: int, layout: str) -> None:
+    for mask in (ls.causal(), ls.causal() & ls.sliding_window(900)):
+        demand = demand_for(mask, tokens, ranks)
+        owner = owner_of(layout, demand, ranks)
+        made = ls.plan(
+            mask, tokens, ls.Mesh.abstract(ranks), layout=from_owner(owner, length=tokens, unit=demand.unit, ranks=ranks),
+            strategy="allgather", heads=32, kv_heads=8, overlap=True,
+        )  # fmt: skip
+        exact = made.report("h200")
+        work = OwnerEstimate(demand, owner, ranks).workload(moves="allgather", placement=Placement(per_node=8), shape=exact.shape)
+        assert float((work.full + work.partial).sum()) == pytest.approx(float((exact.work.full + exact.work.partial).sum()), rel=0.13)
+        assert work.query_tiles[:, 0].sum() == exact.work.query_tiles.sum()
+        assert timeline(work, exact.cluster).seconds == pytest.approx(exact.seconds, rel=0.15)
 
 
 def test_many_steps_are_merged_with_their_exchanges_and_query_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

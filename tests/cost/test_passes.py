@@ -265,10 +265,10 @@ def test_places_of_ranks_and_the_share_of_a_transpose_that_crosses_nodes() -> No
 
 def test_edges_of_a_mask_are_local_first_and_leave_no_full_tiles_where_all_are_crossed() -> None:
     area, useful = torch.tensor([[1.0, 2.0, 0.0], [4.0, 2.0, 6.0]]), torch.tensor([1.5, 7.0])
-    full, partial = _full_and_partial(area, useful, 128)
+    full, partial = _full_and_partial(area, useful, torch.ones(2))
     assert full.tolist() == [[0.0, 0.0, 0.0], [0.0, 0.5, 1.5]]  # 1.5 and 5 unused: 0.5 and 2 of them local, the others by area
     assert partial.tolist() == [[1.0, 2.0, 0.0], [4.0, 1.5, 4.5]]
-    full, partial = _full_and_partial(area[1:], useful[1:], 512)  # an edge crosses 4 of the 16 tiles of a unit
+    full, partial = _full_and_partial(area[1:], useful[1:], torch.tensor([4.0]))  # an edge crosses 4 of the 16 tiles of a unit
     assert partial.tolist() == [[1.0, 0.375, 1.125]] and full.tolist() == [[1.5, 1.0625, 3.1875]]
 
 

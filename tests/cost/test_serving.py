@@ -103,6 +103,12 @@ def test_a_tp_that_does_not_fit_raises() -> None:
             plan_serving(MODELS["qwen3-8b"], cluster("h200"), gpus=16, context=1 << 14, batch=1, tp=tp)
 
 
+def test_a_prefill_over_a_prime_number_of_devices_takes_about_as_long_as_over_one_more() -> None:
+    odd, even = (plan_serving(MODELS["qwen3-8b"], cluster("h200"), gpus=n, context=1 << 17, batch=1, tp=1) for n in (127, 128))
+    assert odd.attention.data.tiles[0].queries.tiles < 2 * even.attention.data.tiles[0].queries.tiles
+    assert odd.prefill.attention == pytest.approx(even.prefill.attention, rel=0.3)
+
+
 def test_numbers_of_a_plan_are_in_their_units() -> None:
     """131,072 tokens of 36 layers with 8 KV heads of 128 dims, K and V in 2 bytes, over 4 × 2 devices."""
     plan = plan_serving(MODELS["qwen3-8b"], cluster("h200"), gpus=8, context=1 << 17, batch=3, tp=4)

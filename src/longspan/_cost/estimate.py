@@ -49,9 +49,35 @@ class OwnerEstimate:
         self.shard_tokens = int(-(-float(self.tokens.sum()) // ranks))
 
     @cached_property
+    def _tiles_per_unit(self) -> tuple[Tensor, Tensor]:
+        """Tiles per unit: of each unit [T], and of each rank's units in the mean [R], float64.
+
+        A tile ends where the owner changes (see `TileGrid`); the units of a tile share it. A unit between units of others is a tile.
+        """
+        if self.unit >= BLOCK_SIZE:
+            share = torch.full_like(self.tokens, self.unit / BLOCK_SIZE)
+        else:
+            starts = torch.arange(len(self.owner)) * self.unit % BLOCK_SIZE == 0
+            starts[1:] |= self.owner.diff() != 0
+            tile = starts.cumsum(0) - 1
+            share = 1.0 / torch.bincount(tile)[tile].double()
+        of_rank = torch.zeros(self.ranks, dtype=torch.float64).index_add_(0, self.owner, share)
+        mean = of_rank / torch.bincount(self.owner, minlength=self.ranks).clamp(min=1)
+        return share, mean[self.chosen]
+
+    @cached_property
+    def _owned_tiles(self) -> Tensor:
+        """Query tiles of one head and batch row of each rank [R]."""
+        if self.unit >= BLOCK_SIZE:
+            return (self.owned_tokens / BLOCK_SIZE).ceil()
+        units = torch.bincount(self.owner, minlength=self.ranks)[self.chosen]
+        return (self._tiles_per_unit[1] * units).round()
+
+    @cached_property
     def _area(self) -> Tensor:
-        """Units of queries that compute each unit of KV [R, T], float64."""
-        return self.computed.double()
+        """Tiles that each rank's queries compute of each unit of KV [R, T], float64."""
+        share, mean_share = self._tiles_per_unit
+        return self.computed * share * mean_share[:, None]
 
     @cached_property
     def _distance(self) -> Tensor:
@@ -62,7 +88,11 @@ class OwnerEstimate:
     def _exchange_order(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """For strategy "exchange": units that a rank needs [R, T], their order, tokens taken before each, and tokens in all [R]."""
         need = (self.computed > 0) & ~self.is_local
-        order = (self._distance.int() * need.shape[1] + torch.arange(need.shape[1], dtype=torch.int32)).argsort(1)
+        # By distance, then by unit: the units by descending owner, from the rank's own on, around the ring.
+        units = need.shape[1]
+        by_owner = self.owner.argsort(descending=True, stable=True)
+        first = torch.searchsorted(-self.owner[by_owner], -self.chosen)
+        order = torch.cat([by_owner, by_owner]).unfold(0, units, 1)[first]
         sizes = (need * self.tokens).gather(1, order)
         return need, order, sizes.cumsum(1) - sizes, sizes.sum(1)
 
@@ -71,26 +101,30 @@ class OwnerEstimate:
     ) -> Workload:
         """The workload with KV moving by "ring", "allgather", "exchange" or "none"."""
         step, exchanges = self._steps(moves, stages, max(step_tokens, self.shard_tokens))
+        step = step.clamp(min=0)  # what never moves is not computed either, and counts nowhere
         merged = max(1, -(-(len(exchanges) - 1) // MAX_STEPS))
         if merged > 1:
             # Similar steps become one step that computes for its queries as many times.
             step = torch.where(step > 0, (step - 1) // merged + 1, step)
             exchanges = torch.stack([e.sum() for e in (exchanges[:1], *exchanges[1:].split(merged))])
         count = len(exchanges)
-        area = torch.zeros(len(self.chosen), count, dtype=torch.float64).scatter_add_(1, step.clamp(min=0), self._area)
-        full, partial = _full_and_partial(area * (self.unit / BLOCK_SIZE) ** 2, self.work / BLOCK_SIZE**2, self.unit)
+        area = torch.zeros(len(self.chosen), count, dtype=torch.float64).scatter_add_(1, step, self._area)
+        whole = self.computed.sum(1).clamp(min=1) * (self.unit / BLOCK_SIZE) ** 2
+        stretch = area.sum(1) / whole  # above 1 where tiles are cut into smaller ones
+        full, partial = _full_and_partial(area, self.work / BLOCK_SIZE**2 * stretch, self.unit / BLOCK_SIZE * stretch.sqrt())
         heads = shape.heads * shape.batch / placement.degree
         received, sent = self._moved(step, placement, count)
         backward = None
         if moves != "exchange":
-            arriving, leaving = self._moved(torch.where(self.computed > 0, step, -1), placement, count)
+            arriving, leaving = self._moved(step * (self.computed > 0), placement, count)
             # Of a step's exchanges at least one takes place, where it brings anything.
             share = (arriving.sum((0, 1)) / received.sum((0, 1)).clamp(min=1)).clamp(max=1)
             backward = BackwardMoves(arriving, leaving, None, (exchanges * share).ceil())
-        query_tiles = ((self.owned_tokens / BLOCK_SIZE).ceil() * heads)[:, None].repeat(1, count)
+        query_tiles = (self._owned_tiles * heads)[:, None].repeat(1, count)
         query_tiles[:, 1:] *= merged
         # At least as many query tiles as see one unit of the step's KV; under masks whose rows see one range, not many more.
-        active = torch.zeros_like(area).scatter_reduce_(1, step.clamp(min=0), self._area, "amax") * (self.unit / BLOCK_SIZE * heads)
+        seen = torch.zeros_like(area, dtype=torch.int64).scatter_reduce_(1, step, self.computed, "amax")
+        active = seen * (self._tiles_per_unit[1] * heads)[:, None]
         active[:, 1:] *= merged
         return Workload(
             ranks=self.ranks,
@@ -139,20 +173,22 @@ class OwnerEstimate:
         return torch.where(self.is_local, 0, torch.where(need, step, -1)), exchanges
 
     def _moved(self, step: Tensor, placement: Placement, count: int) -> tuple[Tensor, Tensor]:
-        """Tokens received and sent in each step, inside a node and between nodes [2, R, steps]."""
-        rank, unit = (step > 0).nonzero().unbind(1)
-        arrival_step, source, receiver = step[rank, unit], self.owner[unit], self.chosen[rank]
-        crosses = (placement.node(source) != placement.node(receiver)).long()
-        all_ranks = len(self.chosen) == self.ranks
-        totals = []
-        for row in (rank, source) if all_ranks else (rank,):
-            line = (crosses * len(self.chosen) + row) * count + arrival_step
-            totals.append(torch.bincount(line, self.tokens[unit], 2 * len(self.chosen) * count).view(2, len(self.chosen), count))
+        """Tokens received and sent in each step, inside a node and between nodes [2, R, steps]. Nothing moves in step 0."""
+        crosses = placement.node(self.owner) != placement.node(self.chosen)[:, None]
+        column = step + crosses * count
+        received = torch.zeros(len(step), 2 * count, dtype=torch.float64).scatter_add_(1, column, self.tokens.expand_as(column))
+        totals = [received.view(-1, 2, count).transpose(0, 1).contiguous()]
+        if len(self.chosen) == self.ranks:
+            by_unit = torch.zeros(2 * count, len(self.owner), dtype=torch.float64).scatter_add_(0, column, self.tokens.expand_as(column))
+            sent = torch.zeros(2 * count, self.ranks, dtype=torch.float64).index_add_(1, self.owner, by_unit)
+            totals.append(sent.view(2, count, -1).transpose(1, 2).contiguous())
+        for total in totals:
+            total[:, :, 0] = 0
         return totals[0], totals[-1]
 
 
-def _full_and_partial(area: Tensor, useful: Tensor, unit: int) -> tuple[Tensor, Tensor]:
-    """Full and partial tiles [R, steps] from the area of units computed and the useful area of each rank [R], all in tiles.
+def _full_and_partial(area: Tensor, useful: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+    """Full and partial tiles [R, steps] from the area of units computed, the useful area and the side of a unit [R], all in tiles.
 
     A unit that an edge of the mask crosses is half used, and so is a tile. The unused area, in units, therefore says how many edges there
     are. Edges are assigned to local KV as far as it has room for them.
@@ -161,5 +197,5 @@ def _full_and_partial(area: Tensor, useful: Tensor, unit: int) -> tuple[Tensor, 
     local = torch.minimum(unused, area[:, 0] / 2)
     others = area[:, 1:].sum(1).clamp(min=1e-9)
     spread = torch.cat([local[:, None], (unused - local)[:, None] * area[:, 1:] / others[:, None]], 1)
-    partial = 2 * spread * (BLOCK_SIZE / unit)  # an edge crosses unit / BLOCK_SIZE tiles of a unit, each half used
+    partial = 2 * spread / unit.clamp(min=1e-9)[:, None]  # an edge crosses `unit` tiles of a unit, each half used
     return (area - spread - partial / 2).clamp(min=0), partial
