@@ -564,7 +564,9 @@ def test_gated_delta_nets_are_divided_by_their_key_heads() -> None:
 
 
 def test_mixers_and_plans_of_other_modules_are_not_touched() -> None:
-    assert _plan_use._any_compiled(nn.Linear(2, 2)) is False
+    compiled = nn.Linear(2, 2)
+    compiled.compile()
+    assert not _plan_use._any_compiled(nn.Linear(2, 2)) and _plan_use._any_compiled(nn.Sequential(nn.Linear(2, 2), compiled))
     hidden = torch.randn(ROWS, LENGTH, DIM)
     layer = Convolution()
     _mixers.install(module({"layer": layer}, PreTrained))
