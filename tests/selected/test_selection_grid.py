@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -35,12 +36,11 @@ def positions_of(edges: Tensor, tiles: Tensor) -> list[int]:
     return [p for t in tiles.tolist() for p in range(int(edges[t]), int(edges[t + 1]))]
 
 
-def may_read(plan: Any, reader: int, position: int) -> bool:
-    """Whether a query of a rank sees a key in the coarse tile of a position, under a causal mask."""
-    edges = plan.data.rank_tiles.kv.edges
-    tile = int(torch.searchsorted(edges, position, right=True)) - 1
-    queries = plan.layout.positions(reader)
-    return bool(len(queries)) and int(queries.max()) >= int(edges[tile])
+def readable(plan: Any, reader: int) -> set[int]:
+    """The positions in coarse tiles of which a rank's queries see a key, under a causal mask."""
+    edges, queries = plan.data.rank_tiles.kv.edges.tolist(), plan.layout.positions(reader)
+    last = int(queries.max()) if len(queries) else -1
+    return {p for start, stop in pairwise(edges) if start <= last for p in range(start, stop)}
 
 
 @pytest.mark.parametrize("granularity", [64, 16, 1])
@@ -54,8 +54,9 @@ def test_ranks_request_the_tiles_that_their_queries_may_see_in_the_order_of_the_
         edges = grid.fine.edges
         assert grid.block_of.tolist() == [p // granularity for p in edges[:-1].tolist()]
         for other in range(ranks):
-            theirs = [p for p in plan.layout.positions(other).tolist() if other != rank and may_read(plan, rank, p)]
-            mine = [p for p in plan.layout.positions(rank).tolist() if other != rank and may_read(plan, other, p)]
+            read, served = readable(plan, rank), readable(plan, other)
+            theirs = [p for p in plan.layout.positions(other).tolist() if other != rank and p in read]
+            mine = [p for p in plan.layout.positions(rank).tolist() if other != rank and p in served]
             assert positions_of(edges, grid.requests[other]) == theirs
             assert positions_of(edges, grid.serves[other]) == mine
         for tile, (first, last) in enumerate(zip(grid.block_spans.first.tolist(), grid.block_spans.last.tolist(), strict=True)):
@@ -123,12 +124,10 @@ def test_both_ends_list_the_chosen_tokens_in_one_order(name: str, granularity: i
                 where = [(t // length // sizes[1], t // length % sizes[1], places[side][t % length]) for t in part.tolist()]
                 decoded[(rank, other) if side == "sent" else (other, rank), side] = where
     for (owner, reader), _ in list(decoded):
-        got = decoded[(owner, reader), "placed"]
+        got, read, bits = decoded[(owner, reader), "placed"], readable(plans[0], reader), needed[reader].tolist()
         assert got == decoded[(owner, reader), "sent"]
-        want = {
-            (b, g, p) for b in range(sizes[0]) for g in range(sizes[1]) for p in plans[0].layout.positions(owner).tolist()
-            if owner != reader and may_read(plans[0], reader, p) and needed[reader][b, g, p // granularity]
-        }  # fmt: skip
+        tokens = [p for p in plans[0].layout.positions(owner).tolist() if owner != reader and p in read]
+        want = {(b, g, p) for b in range(sizes[0]) for g in range(sizes[1]) for p in tokens if bits[b][g][p // granularity]}
         assert set(got) == want and len(got) == len(want)
 
 
