@@ -13,6 +13,7 @@ _is_command = "_is_command" not in globals() and (sys.argv[:1] == ["-m"] or _Pat
 if TYPE_CHECKING or not _is_command:
     from longspan._cache.kv_cache import KVCache
     from longspan._comm.mesh import Mesh
+    from longspan._cost.timeline import Conditions
     from longspan._dropin.context import context_parallel
     from longspan._engine.attention import attention
     from longspan._engine.invariant_mode import invariant
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockTable",
+    "Conditions",
     "ContextParallel",
     "KVCache",
     "Layout",

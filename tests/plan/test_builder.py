@@ -116,7 +116,7 @@ def test_layouts_of_options_are_used_where_auto_chooses_them() -> None:
 @pytest.mark.parametrize(
     ("mesh", "strategy", "stages", "message"),
     [
-        (4, "ring", 2, "plan: strategy 'ring' over 4 ranks has 3 stages, expected .* got stages=2: leave it out, or use strategy='exchange'"),
+        (4, "ring", 2, "'ring' over 4 ranks has 3 stages, expected .* got stages=2: leave it out, or use strategy='exchange'"),
         (4, "ulysses", 1, "strategy 'ulysses' over 4 ranks has 0 stages"),
         (TWO_AXES, "ulysses_ring", 3, "strategy 'ulysses_ring' over 6 ranks has 1 stages, .* use strategy='ulysses_exchange'"),
         (4, schedule(), 9, "plan: the given schedule has 1 stages, got stages=9: leave stages out"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Ranks that are slower than the cluster's profile says.
+    """Ranks that are slower than the cluster's profile says, for `plan(…, conditions=…)` and `Plan.report`.
 
     Attributes:
         stragglers: From a rank to how many times slower it computes.
@@ -29,7 +29,7 @@ class Conditions:
     def __post_init__(self) -> None:
         for what, factors in (("stragglers", self.stragglers), ("slow_links", self.slow_links)):
             for rank, factor in factors.items():
-                if rank < 0 or factor <= 0:
+                if rank < 0 or not factor > 0:
                     raise ValueError(f"{what}: expected ranks of 0 or more and factors above 0, got {rank}: {factor}")
 
 
