@@ -352,3 +352,9 @@ def test_head_dims_up_to_256_and_shared_ones_up_to_512_are_supported(dims: tuple
     assert "dtype" in str(
         decode_call.unsupported_reason(torch.empty(2, 4, 1, 8, dtype=torch.float64), (8, 8), work, sequences=2, longest=100)
     )
+
+
+def test_keys_of_caches_are_equal_by_contents() -> None:
+    one, same, other = (decode_call.ByContents((size, "tile"), lambda: None) for size in (16, 16, 32))
+    assert one == same and hash(one) == hash(same)
+    assert one != other and one != (16, "tile")

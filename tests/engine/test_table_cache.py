@@ -117,6 +117,16 @@ def test_equal_contents_in_other_tensors_are_compared_once(monkeypatch: pytest.M
     assert table(ids) is first and table(other) is not first and not compared
 
 
+def test_a_device_copy_is_not_used_for_another_tensor_or_device() -> None:
+    copies, tensor, other = DeviceCopies(), torch.arange(5), torch.arange(5)
+    meta = torch.device("meta")
+    copy = copies.on(tensor, meta)
+    copies._copies[id(other)] = copies._copies[id(tensor)]  # a number that a deleted tensor had
+    assert copies.on(other, meta) is not copy
+    copies._copies[id(tensor)] = copies._copies[id(tensor)][0], torch.arange(5)  # of another device
+    assert copies.on(tensor, meta).device == meta
+
+
 def test_a_device_copy_follows_the_contents_of_its_tensor() -> None:
     copies, array = DeviceCopies(), np.arange(5)
     tensor = torch.from_numpy(array)

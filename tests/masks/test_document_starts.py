@@ -55,6 +55,12 @@ def test_batch_rows_have_documents_of_their_own_and_padding_is_cut_off() -> None
     assert starts(ls.documents(ids=[-1, -1, 0, 0, 0, 1, 1, -1]))[1] == [[0, 2, 5]]
 
 
+@pytest.mark.parametrize(("q_ids", "kv_ids"), [([0, 1, 0, 1], [0, 0, 1, 1]), ([0, 0, 1, 1], [0, 1, 0, 1])])
+def test_documents_that_are_scattered_on_one_side_have_no_starts(q_ids: list[int], kv_ids: list[int]) -> None:
+    queries, keys = torch.tensor(q_ids), torch.tensor(kv_ids)
+    assert starts(lambda b, h, q, kv: queries[q] == keys[kv], length=4) == ([[0]], [[0]])
+
+
 def test_blocks_are_counted_from_each_start() -> None:
     assert block_edges(torch.tensor([0, 3, 9]), 16, 4).tolist() == [0, 3, 7, 9, 13, 16]
     assert block_edges(torch.tensor([0]), 8, 4).tolist() == [0, 4, 8]

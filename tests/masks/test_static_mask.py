@@ -95,6 +95,15 @@ def test_a_mask_of_another_form_raises_and_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, static.traced.captured(), strict=True))
 
 
+def test_contents_that_need_a_gradient_are_copied_without_one() -> None:
+    table = torch.arange(16.0)
+    static = ls.StaticMask(lambda b, h, q, kv: table[q] >= table[kv], device="cpu")
+    learned = table.flip(0).requires_grad_()
+    static.update(lambda b, h, q, kv: learned[q] >= learned[kv])
+    (captured,) = static.traced.captured()
+    assert torch.equal(captured, table.flip(0)) and not captured.requires_grad
+
+
 def test_contents_without_room_raise_and_change_nothing() -> None:
     tokens = torch.arange(1024)
     static = ls.StaticMask(ls.documents(ids=tokens * 0), device="cpu", runs_per_row=1)

@@ -17,6 +17,7 @@ from longspan._engine import selected as engine
 from longspan._engine import table_cache
 from longspan._kernels.gpu import listed_tables
 from longspan._kernels.gpu.listed_tables import ListedTables
+from longspan._kernels.protocol import Selection
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -103,6 +104,17 @@ def test_a_block_mask_of_many_tiles_gets_a_table_on_the_host(monkeypatch: pytest
     assert device_calls == [True, False]
     for a, b in zip(*got, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_lists_have_room_for_every_tile_and_the_limit_is_a_gib() -> None:
+    assert listed_tables.MAX_BYTES == 1 << 30
+    kinds = torch.ones(2, 3, 5, 7, dtype=torch.int8, device=DEVICE)
+    table = ls.full().block_table(5 * 64, 7 * 64, block=64)
+    indices = torch.full((2, 3, 5, 7), -1, dtype=torch.int32, device=DEVICE)
+    selection = Selection(indices=indices, granularity=64, q_granularity=64, heads_per_choice=1)
+    made = ListedTables(selection=selection, table=table, batch=2, heads=3, dummy=False, kinds=kinds)
+    partial, full = made._by_query().full, made._by_query().partial
+    assert partial[1].numel() >= 2 * 3 * 5 * 7 and full[1].numel() >= 2 * 3 * 5 * 7
 
 
 def test_other_block_sizes_and_kernels_take_the_table_on_the_host(device_calls: list[bool]) -> None:

@@ -121,6 +121,11 @@ def registered() -> dict[Any, Any]:
     return {op: (propagator.op_strategy_funcs.get(op), propagator.op_to_schema_info.get(op)) for op in _handlers._RING_FORMS}
 
 
+def test_out_and_lse_are_sharded_along_the_sequence_or_the_gradients_of_q_k_and_v() -> None:
+    sharded = {str(op): count for op, (_, count) in _handlers._RING_FORMS.items()}
+    assert len(sharded) == 6 and all(count == (3 if "backward" in op else 2) for op, count in sharded.items())
+
+
 def test_rules_and_handlers_are_registered_once_and_removed() -> None:
     before = registered()
     original = DTensor._op_dispatcher._custom_op_handlers
