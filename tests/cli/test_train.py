@@ -223,8 +223,9 @@ class Figure:
     def set(self, **labels: str) -> None:
         self.drawn.append(labels)
 
-    def savefig(self, path: Path, **_: Any) -> None:
-        self.drawn.append(path)
+    def savefig(self, path: Path, *, dpi: int) -> None:
+        width, height = self.options["figsize"]
+        self.drawn.append((path, width * dpi, height * dpi))
 
 
 FIGURES: list[Figure] = []
@@ -257,7 +258,7 @@ def test_losses_before_the_resumed_step_stay_in_the_file_and_in_the_curve(
     assert out[-1] == f"last loss 2.1250; {files} in {tmp_path}"
     labels = {"xlabel": "step", "ylabel": "loss per byte (nats)", "title": "640 tokens over 3 processes, cuda:0"}
     drawn = [figure.drawn for figure in FIGURES]
-    assert drawn == ([[([3, 4, 5, 6], [7.5, 6.5, 3.25, 2.125]), labels, tmp_path / "losses.png"]] if installed else [])
+    assert drawn == ([[([3, 4, 5, 6], [7.5, 6.5, 3.25, 2.125]), labels, (tmp_path / "losses.png", 720, 420)]] if installed else [])
 
 
 def test_a_job_without_a_step_prints_nothing(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,9 +57,9 @@ def _rank(device: Any, sizes: Any) -> int:
     if dist.get_rank():
         return 0
     _show(alone, results)
-    worst = max(max(line.error, line.error_gradients) for line in results)
-    if not worst < _MAX_ERROR:
-        print(f"results differ from one process: relative error {worst:.1e}")
+    too_large = [error for line in results for error in (line.error, line.error_gradients) if not error < _MAX_ERROR]  # or NaN
+    if too_large:
+        print(f"results differ from one process: relative error {max(too_large):.1e}")
         return 1
     print("\nevery strategy matches one process, forward and backward")
     return 0
