@@ -405,3 +405,14 @@ def test_a_mod_that_reads_a_captured_number_raises_in_a_compiled_call() -> None:
     compiled = torch.compile(lambda x: ls.attention(x, x, x, mask=lambda b, h, i, j: i - j < int(window)), backend="aot_eager")
     with pytest.raises(RuntimeError, match="a graph break in a mod"):
         compiled(q)
+
+
+@pytest.mark.parametrize("call", [ls.attention, ls.flex_attention, ls.scaled_dot_product_attention])
+def test_a_scale_that_changes_between_compiled_calls_is_traced_as_a_symbol(call: Any) -> None:
+    q, k, v = (torch.randn(1, 2, 20, 8) for _ in range(3))
+    compiled = torch.compile(lambda scale: call(q, k, v, scale=scale), fullgraph=True, backend="eager")
+    for scale in (0.3, 0.5, 0.7):
+        torch.testing.assert_close(compiled(scale), call(q, k, v, scale=scale))
+    for scale in (float("nan"), float("inf"), float("-inf")):
+        with pytest.raises(ValueError, match="scale: expected a finite number"):
+            call(q, k, v, scale=scale)

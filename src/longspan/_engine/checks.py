@@ -115,7 +115,7 @@ def check_scale(scale: Any, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, Tensor) or not isinstance(scale, int | float) or isinstance(scale, bool):
         raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}; a learned scale belongs in a score_mod")
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:  # not math.isfinite: torch.compile traces a scale that changes as a symbol
         raise ValueError(f"scale: expected a finite number, got {scale}")
     return float(scale)
 
