@@ -107,3 +107,125 @@ def test_rates_are_operations_by_seconds_without_a_launch(launch: float, seconds
 def test_numbers_of_keys_that_are_measured() -> None:
     assert measure.KEYS == {"cuda": (128, 256, 512, 1024, 2048, 4096, 16384, 65536), "cpu": (128, 256, 512, 1024)}
     assert measure.QUICK == {"cuda": (256, 1024, 4096, 16384), "cpu": (64, 128, 256)}
+
+
+def test_long_calls_are_repeated_twice_and_short_ones_as_often_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = measure.Clock(CPU, 5, "cpu")
+    assert clock.other is None and measure.LONG == 0.05
+    for times, median in (([0.04, 9.0, 1.0, 7.0, 3.0, 5.0], 5.0), ([0.05, 4.0, 1.0], 2.5), ([0.06, 1.0, 2.0], 1.5)):
+        left, calls = iter(times), []
+        monkeypatch.setattr(clock, "_once", lambda fn, left=left: (fn(), next(left))[1])
+        assert clock(lambda calls=calls: calls.append(1)) == median
+        assert len(calls) == len(times) + 1 and not list(left)
+
+
+def test_a_cpu_is_timed_by_the_clock_and_not_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = measure.Clock(CPU, 3, "cpu")
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=iter((2.0, 5.5)).__next__))
+    monkeypatch.setattr(measure.ls, "attention", lambda *_, **__: pytest.fail("the CPU is kept busy"))
+    clock.keep_busy()
+    assert clock._once(lambda: None) == 3.5
+
+
+def test_a_gpu_is_kept_busy_by_attention_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(measure.ls, "attention", lambda q, k, v, kernel: calls.append((q is k is v, kernel, torch.is_grad_enabled())))
+    made: list[Any] = []
+    monkeypatch.setattr(measure.torch, "randn", lambda *shape, **options: made.append((shape, options)) or object())
+    clock = measure.Clock(GPU, 3, "triton")
+    assert made == [((1, 32, 16384, 128), {"device": GPU, "dtype": torch.bfloat16})]
+    assert calls == [(True, "triton", False)] * measure.SETTLING and measure.SETTLING == 40
+    clock.keep_busy()
+    assert len(calls) == 43
+
+
+def test_a_launch_is_one_tile_and_a_copy_is_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(
+        measure.ls, "attention",
+        lambda q, k, v, kernel: calls.append((tuple(q.shape), q.dtype, q is k is v, kernel, torch.is_grad_enabled())),
+    )  # fmt: skip
+
+    def clock(fn: Any) -> float:
+        fn()
+        return 0.25
+
+    assert measure._launch(cast(Any, clock), CPU, "aten", 24) == 0.25
+    assert calls == [((1, 1, 128, 24), torch.float32, True, "aten", False)]
+    assert measure._copy_bandwidth(cast(Any, clock), CPU) == 2 * 2**25 / 0.25
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "q", "kv"), [(6, 3, 4, 4), (8, 2, 4, 2), (3, 1, 3, 1), (32, 8, 4, 4), (3, 3, 3, 3)])
+def test_a_cpu_is_measured_with_up_to_4_heads(heads: int, kv_heads: int, q: int, kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[Any] = []
+    attention = measure.ls.attention
+
+    def called(query: Any, key: Any, v: Any, **options: Any) -> Any:
+        shapes.append((tuple(query.shape), tuple(key.shape), tuple(v.shape), options["mask"] is None))
+        return attention(query, key, v, **options)
+
+    monkeypatch.setattr(measure.ls, "attention", called)
+
+    def clock(fn: Any) -> float:
+        fn()
+        return 1.0
+
+    measure._kernel_rates(cast(Any, clock), CPU, (32, 160), "cpu", heads, kv_heads, 8, 0.0)
+    want = []
+    for batch, q_len, kv_len, full in ((4, 32, 32, True), (2, 64, 64, False), (1, 128, 160, True), (1, 320, 320, False)):
+        want += [((batch, q, q_len, 8), *[(batch, kv, kv_len, 8)] * 2, full)] * 2
+    assert shapes == want
+
+
+@pytest.mark.parametrize(("name", "quick", "rank"), [(None, True, 0), ("mine", False, 0), ("mine", True, 1)])
+def test_a_profile_has_the_measured_numbers(name: str | None, quick: bool, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = (64, 128, 256) if quick else (128, 256, 512, 1024)
+    asked: list[Any] = []
+
+    def rates(clock: Any, *arguments: Any) -> Any:
+        asked.append(arguments)
+        return {kind: tuple(10.0 * i + j for j in range(len(keys))) for i, kind in enumerate(measure._NAMES, 1)}
+
+    inside, between = measure.Link(bandwidth=3e9, latency=1e-5), measure.Link(bandwidth=1e9, latency=1e-4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(measure.dist, "is_initialized", lambda: rank > 0)
+    monkeypatch.setattr(measure.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(measure, "Clock", lambda device, repeat, kernel: asked.append((device, repeat, kernel)))
+    monkeypatch.setattr(measure, "_launch", lambda clock, *arguments: asked.append(arguments) or 2e-6)
+    monkeypatch.setattr(measure, "_kernel_rates", rates)
+    monkeypatch.setattr(measure, "_copy_bandwidth", lambda clock, device: 2.5e10)
+    monkeypatch.setattr(measure, "_links", lambda clock, device, base, lines: (inside, between, "what was measured"))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if not quick:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
+    profile, lines = measure.measured(name=name, kernel="cpu", heads=6, kv_heads=3, head_dim=64, quick=quick)
+    assert asked == [(CPU, 3 if quick else 7, "cpu"), (CPU, "cpu", 64), (CPU, keys, "cpu", 6, 3, 64, 2e-6)]
+    if rank:
+        assert (profile, lines) == (None, [])
+        return
+    base = measure.cluster("h200")
+    assert profile is not None and (profile.name, profile.about) == (name or "cpu", "what was measured")
+    assert (profile.inside, profile.between, profile.hbm, profile.contention) == (inside, between, 2.5e10, base.contention)
+    assert (profile.gpus_per_node, profile.memory) == (8 if quick else 5, 2.0**34)
+    kernel = profile.kernel
+    assert kernel.source == f"longspan calibrate: CPU, torch {torch.__version__}, 6/3 heads of dim 64"
+    assert (kernel.name, kernel.launch, kernel.slots, kernel.dims) == ("cpu", 2e-6, 7, base.kernel.dims)
+    share = 0.5 / base.kernel.dim_factor(64)
+    for i, values in enumerate((kernel.forward.full, kernel.forward.causal, kernel.backward.full, kernel.backward.causal), 1):
+        assert values == pytest.approx([(10 * i + j) / share for j in range(len(keys))])
+    assert kernel.forward.keys == kernel.backward.keys == tuple(float(k) for k in keys)
+    assert lines[0] == "    keys  forward full      causal  backward full      causal   TFLOP/s"
+    assert lines[2] == f"{keys[1]:8d}            11          21             31          41"
+    assert lines[-1] == "copies: 25 GB/s, read and written" and len(lines) == len(keys) + 2
+
+
+@pytest.mark.parametrize("size", [None, "1"])
+def test_links_of_one_process_are_those_of_the_profile(size: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if size:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    base, lines = SimpleNamespace(inside="inside", between="between"), []  # type: tuple[Any, list[str]]
+    about = "measured kernels and copies; links of the h200 profile"
+    assert measure._links(cast(Any, None), CPU, base, lines) == ("inside", "between", about)
+    assert lines == ["links: not measured with one process, taken from the h200 profile; run under torchrun to measure them"]

@@ -18,6 +18,7 @@ pytest.importorskip("rich")
 
 from longspan.cli import oracle_checks as checking
 from longspan.cli import strategy_checks as spanning
+from longspan.cli import verify
 from longspan.cli.app import run
 from longspan.testing.budget import FEW, budgets
 
@@ -179,3 +180,140 @@ def test_verify_uses_the_processes_of_torchrun(tmp_path: Path) -> None:
     report = json.loads(printed[0].splitlines()[-1])
     assert report["ok"] and (report["ranks"], report["virtual"]) == (2, False) and "over 2 processes" in printed[0]
     assert printed[0].count("all ") == 1 and printed[1] == "", "only rank 0 prints"
+
+
+def line(name: str, *, cases: int = 3, failures: tuple[str, ...] = (), refused: int = 0, reason: str = "") -> checking.Line:
+    worst = {"out": 0.25, "lse": 0.125, "gradients": float("inf") if failures else 0.5}
+    kwargs: dict[str, Any] = {"cases": cases, "refused": refused, "reason": reason, "worst": worst, "failures": list(failures)}
+    return checking.Line(name=name, dtype="float32" if cases else "", **kwargs)
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_lines_are_printed_by_rank_0_and_counted(rank: int | None, wrong: bool, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "hopper does not support this call: no GPU. kernel='auto' chooses another"
+    kernels = [line("dense"), line("cpu", refused=2), line("hopper", cases=0, reason=reason)]
+    strategies = [line("ring", failures=("out error", "lse error") if wrong else ()), line("ulysses", cases=5)]
+    asked: list[Any] = []
+    elsewhere = ["rank 2: ring float32, out error"] if wrong and rank is not None else []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(verify, "kernel_lines", lambda device, whole: asked.append((device, whole)) or iter(kernels))
+    monkeypatch.setattr(spanning, "lines", lambda device, ranks, virtual: asked.append((device, ranks, virtual)) or iter(strategies))
+    monkeypatch.setattr(spanning, "failures_elsewhere", lambda lines: elsewhere if lines == [*kernels, *strategies] else None)
+    before = torch.backends.cuda.matmul.allow_tf32
+    assert verify._run_checks(CPU, True, True, 6, rank) == int(wrong) and torch.backends.cuda.matmul.allow_tf32 == before
+    assert asked == [(CPU, True), (CPU, 6, rank is None)]
+    out = capsys.readouterr().out.splitlines()
+    if rank:
+        assert out == []
+        return
+    assert out[0].endswith(", CPU, 7 threads") and out[2] == ""
+    numbers = "float32         3    0.250    0.125      0.500"
+    assert out[3:7] == [
+        "kernel             dtype       cases      out      lse  gradients",
+        f"dense              {numbers}",
+        f"cpu                {numbers}   2 not supported",
+        "hopper             not supported: no GPU",
+    ]
+    assert out[7:9] == ["", f"strategy           over 6 {'virtual ranks' if rank is None else 'processes'}"]
+    failed = f"ring               {numbers.replace('  0.500', '    inf')}   WRONG"
+    assert out[9] == (failed if wrong else f"ring               {numbers}")
+    assert out[10:-1] == [
+        *(["    out error", "    lse error"] if wrong else []),
+        f"ulysses            {numbers.replace('3    0', '5    0')}",
+        *elsewhere,
+        "",
+        f"{1 + len(elsewhere)} of 5 lines failed" if wrong else "all 14 checks passed",
+    ]
+    report = json.loads(out[-1])
+    assert (report["ok"], report["device"], report["ranks"], report["virtual"]) == (not wrong, "CPU, 7 threads", 6, rank is None)
+    assert (report["elsewhere"], report["shown"]) == (elsewhere, ["out", "lse", "gradients"])
+    row = {"name": "ring", "dtype": "float32", "cases": 3, "refused": 0, "reason": "", "out": 0.25, "lse": 0.125}
+    ends = (
+        {"failures": ["out error", "lse error"], "gradients": None, "ok": False}
+        if wrong
+        else {"failures": [], "gradients": 0.5, "ok": True}
+    )
+    assert report["strategies"][0] == row | ends
+
+
+def test_a_reason_without_advice_is_kept() -> None:
+    assert verify._reason("no Triton here") == "no Triton here"
+
+
+@pytest.mark.parametrize(("options", "code"), [((), 7), (("--ranks", "3"), 7), (("--ranks", "4"), 2)])
+def test_torchruns_processes_are_the_ranks(options: tuple[str, ...], code: int, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan._training import launch
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    calls: list[Any] = []
+    monkeypatch.setattr(launch, "run_ranks", lambda *arguments: calls.append(arguments) or 7)
+    assert run(["verify", "--device", "cpu", "--whole", *options]) == code
+    assert calls == ([(verify._rank, 3, "cpu", True, False)] if code == 7 else [])
+    said = "longspan verify: --ranks: torchrun started 3 processes, got 4; leave out the option\n"
+    assert capsys.readouterr().err == ("" if code == 7 else said)
+
+
+def test_virtual_ranks_are_4_and_at_most_64(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(verify, "_run_checks", lambda *arguments: calls.append(arguments) or 0)
+    assert run(["verify", "--device", "cpu"]) == run(["verify", "--device", "cpu", "--ranks", "64", "--json"]) == 0
+    assert calls == [(CPU, False, False, 4, None), (CPU, False, True, 64, None)]
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
+    gpu = torch.device("cuda", 2)
+    assert verify._rank(gpu, "cuda", True, False) == verify._rank(gpu, "cpu", True, False) == 0
+    assert calls[2:] == [(gpu, True, False, 3, 1), (CPU, True, False, 3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "two"), [(4, (8, 2), (2, 2)), (6, (12, 2), (3, 2)), (9, (18, 9), (3, 3)), (5, (10, 5), None), (2, (4, 2), None)]
+)
+def test_strategies_are_checked_over_factors_of_the_ranks(
+    ranks: int, heads: tuple[int, int], two: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def over(kind: str) -> Any:
+        def checked(problem: Any, strategy: str, shape: tuple[int, ...]) -> dict[str, Any]:
+            asked.append((kind, problem.mask, problem.score, (problem.heads, problem.kv_heads), strategy, shape))
+            raise RuntimeError("not computed")
+
+        return checked
+
+    monkeypatch.setattr(spanning, "_over_threads", over("threads"))
+    monkeypatch.setattr(spanning, "_over_processes", over("processes"))
+    for virtual in (True, False):
+        asked.clear()
+        lines = list(spanning.lines(CPU, ranks, virtual=virtual))
+        names = [name for name in spanning.STRATEGY_NAMES if two or not name.startswith("ulysses_")]
+        assert [made.name for made in lines] == names and all(made.cases == 2 == len(made.failures) for made in lines)
+        kind = "threads" if virtual else "processes"
+        assert asked == [
+            (kind, mask, score, heads, name, two if name.startswith("ulysses_") else (ranks,))
+            for name in names
+            for mask, score in (("documents", "bias"), ("window", "none"))
+        ]
+
+
+def test_failures_of_other_ranks_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(by_rank: list[Any], own: list[str]) -> None:
+        by_rank[:] = [["of rank 0"], own, ["a b, c"]]
+
+    monkeypatch.setattr(spanning.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(spanning.dist, "all_gather_object", gather)
+    lines = [line("ring", failures=("x", "y")), line("auto")]
+    assert spanning.failures_elsewhere(lines) == ["rank 1: ring float32, x", "rank 1: ring float32, y", "rank 2: a b, c"]
+
+
+def test_errors_over_their_budget_fail() -> None:
+    problem = checking.Problem(mask="causal", score="none", dtype=torch.float32, device=CPU)
+    made = checking.Line(name="cpu", dtype="float32")
+    made.add(problem, {"out": 1.0, "dq": 0.5, "dk": 0.75, "dbias": 0.25})
+    assert made.ok and made.worst == {"out": 1.0, "lse": 0.0, "gradients": 0.75} and made.cases == 1
+    made.add(problem, {"out": 0.5, "lse": 1.25})
+    assert not made.ok and made.cases == 2 and made.failures == ["causal mask, no score: lse error is 1.25 × its budget"]
+    softcapped = checking.Problem(mask="window", score="softcap", dtype=torch.float32, device=CPU)
+    made.fail(softcapped, ValueError("two\n lines" + "x" * 400))
+    assert made.cases == 3 and made.failures[1] == "window mask, softcap score: ValueError: two lines" + "x" * 291
