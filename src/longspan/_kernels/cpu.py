@@ -40,7 +40,7 @@ class CpuKernel:
         return table.block
 
     def check(self, inputs: AttentionInputs, work: Work, *, needs: Sequence[bool] = ()) -> None:
-        """Every call is supported."""
+        pass
 
     def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
         return plain_delta(out, grad_out, grad_lse)

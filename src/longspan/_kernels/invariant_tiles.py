@@ -253,7 +253,7 @@ def _invariant_product(dtype: torch.dtype, *widths: int) -> Product:
 
 
 def _bmm(a: Tensor, x: Tensor) -> Tensor:
-    """a @ x of contiguous copies: libraries have a routine of its own for transposed operands."""
+    """a @ x of contiguous copies: libraries have separate routines for transposed operands."""
     return torch.bmm(a.contiguous(), x.contiguous())
 
 
@@ -272,7 +272,7 @@ def _sum_of_outer_products(a: Tensor, x: Tensor) -> Tensor:
 
 @cache
 def _is_invariant(product: Product, dtype: torch.dtype, width: int, threads: int) -> bool:
-    """Whether products of a tile of random numbers are. threads: of torch; a key of the cache only."""
+    """Whether a row of a product has the same bits at every place, by random tiles. threads: of torch; a key of the cache only."""
     generator = torch.Generator().manual_seed(width)
     a, b, p = (
         torch.randn(3, *size, generator=generator, dtype=dtype) for size in ((BLOCK_SIZE, width), (BLOCK_SIZE, width), (BLOCK_SIZE,) * 2)
