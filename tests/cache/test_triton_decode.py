@@ -110,6 +110,79 @@ def test_groups_of_splits_have_the_same_bits(name: str, length: int, group: int,
         torch.testing.assert_close(x.double(), y[:, :, -2:], rtol=0, atol=1e-5)
 
 
+def merges_of(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A list to which each new launch adds whether another launch merges its partial results."""
+    made, make = [], decode_call._make_launches
+
+    def spied(*arguments: Any) -> Any:
+        launches = make(*arguments)
+        made.append(launches.merge is not None)
+        return launches
+
+    monkeypatch.setattr(decode_call, "_make_launches", spied)
+    return made
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize(("length", "group", "grouped"), [(151, 128, False), (151, 128, True), (60, 256, False), (34, 64, False)])
+def test_tiles_merged_by_their_last_cta_have_the_same_bits(
+    name: str, length: int, group: int, grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a launch that merges: of splits in one or two groups, or of groups."""
+    monkeypatch.setattr(decode_call, "GROUP_TOKENS", group)
+    monkeypatch.setattr(decode_call.SplitCounts, "groups_fill", lambda *_: grouped)
+    monkeypatch.setattr(decode_call, "sm_count", lambda device: 132)
+    options: dict[str, Any] = {key: x.to(DEVICE) if isinstance(x, Tensor) else x for key, x in GROUPED[name].items()}
+    outs, tokens, merged = [], random_tokens(3, length), merges_of(monkeypatch)
+    for separate in (False, True):
+        if separate:
+            monkeypatch.setattr(decode_call.DecodeSizes, "merged_rows", lambda *_: 0)
+        decode_call._launches.cache_clear()
+        outs.append(decoded(tokens, [0, 1, 2], page_size=16, prefix=length - 2, return_lse=True, **options))
+    assert merged == [False, True]
+    for x, y in zip(*outs, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "queries", "heads", "merged"),
+    [
+        ([1024], 1, (32, 8), True),
+        ([4096] * 3, 1, (32, 8), True),
+        ([8192] * 2, 1, (32, 8), True),
+        ([8193], 1, (32, 8), False),  # three groups
+        ([4096] * 5, 1, (32, 8), False),  # 320 CTAs
+        ([4096, 300], 5, (32, 8), False),  # 20 rows of eight splits: more than a CTA loads at once
+        ([255], 1, (32, 8), True),  # nothing to merge
+    ],
+)
+def test_small_launches_merge_their_partial_results(
+    lengths: list[int], queries: int, heads: tuple[int, int], merged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_call, "SMALLEST_SPLIT", 256)
+    monkeypatch.setattr(decode_call, "sm_count", lambda device: 132)
+    decode_call._launches.cache_clear()
+    made, n = merges_of(monkeypatch), len(lengths)
+    k = torch.zeros(1, heads[1], 64, 128, dtype=torch.bfloat16, device=DEVICE)
+    pages = PagedKV(k=k, v=k, table=torch.zeros(n, 129, dtype=torch.int32, device=DEVICE))
+    q = torch.zeros(n, heads[0], queries, 128, dtype=torch.bfloat16, device=DEVICE)
+    ranges, _ = query_ranges([x - queries for x in lengths], lengths, list(range(n)), [], q.device)
+    monkeypatch.setattr(decode_call.DecodeLaunch, "run", lambda self: None)
+    decode_call.attend_pages(decode_call.Queries(q, ranges, False), pages, PagedWork(scale=0.1))
+    assert made == [not merged]
+
+
+def test_a_captured_launch_leaves_the_merge_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph would fill the counters by a node of its own."""
+    monkeypatch.setattr(decode_call.launch, "capturing", lambda device: True)
+    monkeypatch.setattr(decode_call, "hold_for_graph", lambda launch: None)
+    monkeypatch.setattr(decode_call.SplitCounts, "groups_fill", lambda *_: False)
+    made = merges_of(monkeypatch)
+    decode_call._launches.cache_clear()
+    decoded(random_tokens(1, 150), [0], page_size=16, prefix=149)
+    assert made == [True]
+
+
 @pytest.mark.parametrize("hidden", [float("nan"), float("inf")])
 @pytest.mark.parametrize("reads", [False, True])
 def test_hidden_values_of_a_group_change_no_bit(hidden: float, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:

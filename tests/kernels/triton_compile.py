@@ -125,20 +125,25 @@ def check_rounding() -> None:
             raise SystemExit(f"{other} in the mask's code: its last bit may be another than torch's")
 
 
-def compile_decode(target: int, page_size: int, rows: int, *, latent: bool = False) -> int:
-    """Compile the decode kernel for pages, with programs; returns bytes of shared memory. latent: keys of 512 + 64 elements hold values."""
+def compile_decode(target: int, page_size: int, rows: int, *, latent: bool = False, merges: bool = False) -> int:
+    """Compile the decode kernel for pages, with programs; returns bytes of shared memory. latent: keys of 512 + 64 elements hold values.
+    merges: its last CTA of a tile merges partial results. Otherwise, of 16 rows, a CTA computes a group of splits and stores results.
+    """
     dim = 512 if latent else 128
     tile = choose_tile(dim=dim, dtype=torch.bfloat16, rows=rows, waves=1.0)
-    program = trace(score, "score").program
+    program, direct = trace(score, "score").program, rows == 16 and not latent and not merges
     early = early_options(program, replace(OPTIONS, direct=True))
     known: dict[str, Any] = {
         "MASK": codegen.program_function(trace(mask, "mask").program, OPTIONS), "WINDOW": 100, "PAGE": page_size, "RAGGED": True,
         "SCORE": codegen.program_function(program, early), "FOLD": False, "R": 4, "M": rows, "N": tile.n,
         "D": dim, "DP": dim, "E": dim, "EP": dim, "REST": 64 if latent else 0, "RESTP": 64, "SHARED": latent,
         "SAFE_DIM": 128, "TMA": tile.tma, "PRECISION": "tf32", "EARLY": target >= 90, "flags_ptr": None,
-        "GROUPED": rows == 16 and not latent, "DIRECT": rows == 16 and not latent, "MASK_LOOKUPS": None,
-        "SCORE_LOOKUPS": early_function(program, early),
+        "GROUPED": direct, "DIRECT": direct, "MASK_LOOKUPS": None,
+        "SCORE_LOOKUPS": early_function(program, early), "SPLITS": 8, "MERGED_ROWS": 4 if merges else 0,
     }  # fmt: skip
+    if not merges:
+        known["counters_ptr"] = None
+        known |= {} if direct else dict.fromkeys(("out_ptr", "lse_ptr", "sink_ptr"))
     kinds: dict[str, Any] = {
         "q_ptr": "*bf16",
         "k_ptr": "*bf16",
@@ -150,7 +155,7 @@ def compile_decode(target: int, page_size: int, rows: int, *, latent: bool = Fal
         "lse_ptr": "*fp32",
     }
     kinds |= {"part_out_ptr": "*fp32", "part_lse_ptr": "*fp32", "scale": "fp32", "lse_stride": ("i64", "i64", "i64")}
-    kinds |= dict.fromkeys(("table_ptr", "ranges_ptr", "counter_ptr"), "*i32")
+    kinds |= dict.fromkeys(("table_ptr", "ranges_ptr", "counters_ptr"), "*i32")
     kinds |= dict.fromkeys(("mask_captured", "score_captured"), ("*fp32",)) | dict.fromkeys(("mask_sizes", "score_sizes"), ("i32",))
     if tile.tma:
         kinds |= {name: f"tensordesc<bf16[1, 1, {tile.n}, {width}]>" for name, width in (("k_desc", dim), ("rest_desc", 64))}
@@ -175,7 +180,8 @@ def compile_decode(target: int, page_size: int, rows: int, *, latent: bool = Fal
 
 def main() -> None:
     check_rounding()
-    for target, page_size, rows in [(90, 64, 16)] + [(80, 16, 16), (90, 16, 64)] * ("--all" in sys.argv):
+    print(f"sm_90 decode_kernel that merges: {compile_decode(90, 64, 16, merges=True)} bytes", flush=True)
+    for target, page_size, rows in [(90, 64, 16), (80, 16, 16), (90, 16, 64)] * ("--all" in sys.argv):
         print(f"sm_{target} decode_kernel, pages of {page_size}, {rows} rows: {compile_decode(target, page_size, rows)} bytes", flush=True)
     if "--all" in sys.argv:
         for target, rows in ((90, 16), (90, 64)):

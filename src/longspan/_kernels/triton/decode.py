@@ -6,7 +6,8 @@
                      S = QKᵀ, mask, P, acc += PV over tiles of N keys, through the software pipeline of `num_stages` tiles
                      stores a partial out and its base-2 log-sum-exp
                      latent KV (MLA): a tile of keys in shared memory holds its values; M = 16, or 64 by wgmma; TMA loads tiles in one page
-    merge_kernel     of `triton.decode_merge`: merges the partial results of a row
+    merge_kernel     of `triton.decode_merge`: merges the partial results of a row; a launch of one wave does so itself, by the last CTA of
+                     each tile
 
 If there are enough sequences, a CTA computes a group of up to eight splits, which it merges in registers as merge_kernel does, to the same
 bits; a CTA that has all keys of a sequence stores results (`split_rule`).
@@ -25,11 +26,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from longspan._kernels.gpu.decode_splits import split_of_cta
+from longspan._kernels.gpu.decode_splits import group_tokens, lowest_key, split_of_cta
 from longspan._kernels.gpu.device_library import LOG2_E
 from longspan._kernels.gpu.nonfinite_counts import any_nan, count_nonfinite, finite_or_zero
 from longspan._kernels.gpu.tile_access import wide
-from longspan._kernels.triton.decode_merge import add_sink, add_split, final, normalised
+from longspan._kernels.triton.decode_merge import add_sink, add_split, final, merge_tile, normalised
 
 _DYNAMIC = [
     "sequences",
@@ -258,10 +259,26 @@ def store_result(
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (e < E)[None, :])
 
 
+@triton.jit
+def result_rows(n, first, i, head, out_stride, lse_stride, RAGGED: tl.constexpr):
+    """The indices of elements of out and lse of query i and head `head` [M] of sequence n."""
+    n64 = wide(0) if RAGGED else wide(n)
+    token = wide(first + i) if RAGGED else wide(i)
+    out_row = n64 * out_stride[0] + wide(head) * out_stride[1] + token * out_stride[2]
+    return out_row, n64 * lse_stride[0] + wide(head) * lse_stride[1] + token * lse_stride[2]
+
+
+@triton.jit
+def is_last(counter_ptr, partial_results):
+    """Whether this CTA is the last one of a tile to store its partial result. The partial results of the others are then visible."""
+    tl.debug_barrier()  # the stores of all threads precede the addition
+    return tl.atomic_add(counter_ptr, 1, sem="acq_rel") == partial_results - 1
+
+
 @triton.jit(do_not_specialize=_DYNAMIC)
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, rest_desc, table_ptr, ranges_ptr, k_new_ptr, v_new_ptr, part_out_ptr, part_lse_ptr, flags_ptr,
-    sink_ptr, q_stride, k_stride, v_stride, k_new_stride, v_new_stride, out_stride, lse_stride,
+    sink_ptr, out_ptr, lse_ptr, counters_ptr, q_stride, k_stride, v_stride, k_new_stride, v_new_stride, out_stride, lse_stride,
     mask_captured, mask_sizes, score_captured, score_sizes,
     sequences, kv_heads, row_tiles, splits, min_queries, max_queries, width, q_len, kv_len, first_key, smallest, coarse, share, group,
     new_len, scale,
@@ -269,17 +286,22 @@ def decode_kernel(
     R: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr,
     SAFE_DIM: tl.constexpr, SHARED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
-    GROUPED: tl.constexpr, DIRECT: tl.constexpr, SCORE_LOOKUPS: tl.constexpr, MASK_LOOKUPS: tl.constexpr,
+    GROUPED: tl.constexpr, DIRECT: tl.constexpr, SCORE_LOOKUPS: tl.constexpr, MASK_LOOKUPS: tl.constexpr, SPLITS: tl.constexpr,
+    MERGED_ROWS: tl.constexpr,
 ):  # fmt: skip
     """A partial out [M, E] and log-sum-exp [M] of one split, or of a group of splits if GROUPED. DIRECT: sequences have one each, and
-    part_out_ptr and part_lse_ptr are those of the results, with sinks; else sink_ptr is None.
+    part_out_ptr and part_lse_ptr are those of the results, with sinks.
+
+    MERGED_ROWS: not 0 if the last CTA of a tile merges its partial results, of at most two groups of SPLITS splits, into out_ptr and
+    lse_ptr; the number of rows of the largest tile, rounded up to a power of two. counters_ptr: a zero for each tile. Otherwise out_ptr,
+    lse_ptr and counters_ptr are None, and so is sink_ptr unless DIRECT.
 
     WINDOW: keys before q − WINDOW + 1 are hidden; None: no window. k_new_ptr, v_new_ptr: new tokens, which every CTA writes that reads
     them; None: they were written before. EARLY: merge_kernel starts while this kernel runs. flags_ptr: int32 [CTAs, 2]; splits with a flag
     that is not 0 are computed (`gpu.split_kernel`); None: all are. SCORE_LOOKUPS, MASK_LOOKUPS: the functions that make what SCORE and
     MASK read of captured tensors (`gpu.hoisted_lookups`), or None: these read the tensors.
     """
-    if EARLY:
+    if EARLY and not MERGED_ROWS:
         gdc_launch_dependents()
     g, tile, split, n, row, start, length, first, count, begin, end, tokens = split_of_cta(
         ranges_ptr, sequences, kv_heads, row_tiles, splits, min_queries, max_queries, q_len, kv_len, first_key, smallest, coarse, share,
@@ -331,10 +353,7 @@ def decode_kernel(
             SCORE_LOOKUPS, MASK_LOOKUPS,
         )  # fmt: skip
         if DIRECT:
-            n64 = wide(0) if RAGGED else wide(n)
-            token = wide(first + i) if RAGGED else wide(i)
-            out_row = n64 * out_stride[0] + wide(head) * out_stride[1] + token * out_stride[2]
-            lse_at = n64 * lse_stride[0] + wide(head) * lse_stride[1] + token * lse_stride[2]
+            out_row, lse_at = result_rows(n, first, i, head, out_stride, lse_stride, RAGGED)
         else:
             lse_at = ((wide(n) * kv_heads * R + head) * max_queries + i) * splits + split
             out_row = lse_at * E
@@ -369,6 +388,20 @@ def decode_kernel(
                 store_result(
                     part_out_ptr, part_lse_ptr, sink_ptr, group_acc, group_total, group_m, out_row, lse_at, out_step, head, column, inside,
                     E, SAFE_DIM, DIRECT,
+                )  # fmt: skip
+        if MERGED_ROWS:
+            taken = group_tokens(tokens, group) if GROUPED else tokens
+            joined = group_tokens(tokens, group) // taken
+            first_part = lowest_key(first_key, start, (tile * M) // R, WINDOW, N) // taken
+            end_part = tl.cdiv(length, taken)
+            if is_last(counters_ptr + (wide(n) * row_tiles + tile) * kv_heads + g, end_part - first_part):
+                rows = tile * M + tl.arange(0, MERGED_ROWS)
+                query, of_head = rows // R, g * R + rows % R
+                at = ((wide(n) * kv_heads * R + of_head) * max_queries + query) * splits
+                out_rows, lse_rows = result_rows(n, first, query, of_head, out_stride, lse_stride, RAGGED)
+                merge_tile(
+                    part_out_ptr, part_lse_ptr, sink_ptr, out_ptr, lse_ptr, at, out_rows, lse_rows, out_stride[3], first_part, end_part,
+                    joined, of_head, query < count, SPLITS, E, EP, EARLY,
                 )  # fmt: skip
 
 

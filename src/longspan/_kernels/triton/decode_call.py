@@ -25,6 +25,7 @@ from longspan._kernels.protocol import like_query
 from longspan._kernels.triton.decode import decode_kernel, write_kernel
 from longspan._kernels.triton.decode_launch import FLAGS, FLOATS, LaunchShape, prepared_for, stride_of
 from longspan._kernels.triton.decode_merge import merge_kernel
+from longspan._kernels.triton.decode_sizes import FEW_GROUPS, GROUPED_RESULTS, DecodeSizes
 from longspan._kernels.triton.decode_tile import DecodeTile, choose_tile, tile_rows
 from longspan._kernels.triton.split_rule import RESIDENT, SplitCounts, SplitRule
 
@@ -32,14 +33,14 @@ SMALLEST_SPLIT = 256  # a multiple of every `DecodeTile.n`, and a power of two
 GROUP_TOKENS = 4096  # of splits that one CTA may compute: 32 sequences of so many tokens, 8 KV heads, are 256 groups for 132 SMs
 COARSE_SPLIT = 1024  # of latent KV: partial results have 512 floats per row
 # (groups of splits merged at once, elements of a row per CTA): of sequences with at most so many groups; of others, elements per warp.
-_FEW_MERGED, _MANY_MERGED = (2, 512), (32, 32)
+_FEW_MERGED, _MANY_MERGED = (FEW_GROUPS, 512), (32, 32)
 _FEW_LATENT, _MANY_LATENT = 8, 64  # groups at once, for latent KV, whose groups are single splits
-_GROUPED_RESULTS = 32 * 128  # results of a tile at most: a thread holds 32, and those of a group
 _MERGED_DIM = 128  # elements of a row per warp of a merging CTA: a thread holds the same elements of all splits that are merged at once
 _DECODE_TENSORS = (
     "q_ptr", "k_ptr", "v_ptr", "k_desc", "rest_desc", "table_ptr", "ranges_ptr", "k_new_ptr", "v_new_ptr", "part_out_ptr", "part_lse_ptr",
     "flags_ptr", "sink_ptr",
 )  # fmt: skip
+_RESULTS = ("out_ptr", "lse_ptr")  # further tensors of triton's kernel, which may merge partial results itself
 _WRITTEN: dict[str, Tensor | None] = {"k_new_ptr": None, "v_new_ptr": None}  # the new tokens are in their pages
 _MERGE_TENSORS = ("part_out_ptr", "part_lse_ptr", "ranges_ptr", "sink_ptr", "out_ptr", "lse_ptr")
 _SAFE_DIM = 128  # columns of out that are computed again at a time, if a value is not finite
@@ -207,7 +208,7 @@ def _takes_groups(q: Tensor, kv_heads: int, rows: int, dim: int, queries: int, s
     needed: of `SplitCounts.groups_fill`.
     """
     tiles = -(-queries * (q.shape[1] // kv_heads) // rows) * kv_heads
-    return rows * launch.padded(dim) <= _GROUPED_RESULTS and split.groups_fill(tiles, sm_count(q.device), needed)
+    return rows * launch.padded(dim) <= GROUPED_RESULTS and split.groups_fill(tiles, sm_count(q.device), needed)
 
 
 class DecodeForward:
@@ -231,33 +232,6 @@ class DecodeForward:
         return out, lse
 
 
-class DecodeSizes(NamedTuple):
-    """Sizes of a launch: sequences, fewest and most queries of a sequence, tokens of the longest sequence, most partial results of a
-    sequence, rows of a tile; how sequences are split; whether values are the first elements of keys; `Queries.by`.
-
-    grouped: whether a CTA computes a group of splits. joined: partial results per group, at most. groups: of a sequence, at most.
-    taken: of a `SplitKernel`, tokens of a CTA (`SplitRule.cta_group`) and CTAs of a sequence, at most; (0, 0): a split per CTA.
-    """
-
-    sequences: int
-    queries: tuple[int, int]
-    longest: int
-    splits: int
-    tile_rows: int
-    rule: SplitRule
-    shared: bool = False
-    by: SplitKernel | None = None
-    joined: int = 1
-    groups: int = 1
-    grouped: bool = False
-    taken: tuple[int, int] = (0, 0)
-
-    @property
-    def direct(self) -> bool:
-        """Whether a CTA computes results, so that none are left to merge."""
-        return self.splits == 1 and self.by is None
-
-
 def empty_results(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     q = computable(q)
     return like_query(q, dim, q.dtype), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -266,14 +240,15 @@ def empty_results(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 class Launches(NamedTuple):
     """The launches of a call, and the sizes of partial outputs and log-sum-exps.
 
-    repair: `decode_kernel` for the splits whose flags a `SplitKernel` has set; None if it sets none. merge: None if there is one partial
-    result per row.
+    repair: `decode_kernel` for the splits whose flags a `SplitKernel` has set; None if it sets none. merge: None if `decode` stores the
+    results. parts: zeros if it stores no partial results before. reads: names of its tensors.
     """
 
     decode: PreparedLaunch
     repair: PreparedLaunch | None
     merge: PreparedLaunch | None
     parts: tuple[int, int]
+    reads: tuple[str, ...]
 
     @property
     def all(self) -> list[PreparedLaunch]:
@@ -293,25 +268,32 @@ class DecodeLaunch(NamedTuple):
     per_call: dict[str, Any]
 
     def run(self) -> None:
-        decode, repair, merge, parts = self.launches
-        if merge is None:
+        decode, repair, merge, parts, reads = self.launches
+        if not any(parts):
             decode(_read_tensors(self.tensors, direct=True), self.per_call)
             return
         part_out, part_lse = (torch.empty(size, dtype=torch.float32, device=decode.device) for size in parts)
         tensors: dict[str, Tensor | None] = {**self.tensors, "part_out_ptr": part_out, "part_lse_ptr": part_lse}
         if repair is not None:
             tensors["flags_ptr"] = torch.empty(self.launches.flags, dtype=torch.int32, device=decode.device)
-        read = _read_tensors(tensors, direct=False)
-        decode(read, self.per_call)
+        read = _read_tensors(tensors, merges=merge is None)
+        decode({name: read[name] for name in reads}, self.per_call)
+        if merge is None:
+            return
         if repair is not None:
             repair(read | _WRITTEN, self.per_call)
         merge({name: tensors[name] for name in _MERGE_TENSORS}, {})
 
 
-def _read_tensors(tensors: dict[str, Tensor | None], *, direct: bool) -> dict[str, Tensor | None]:
-    """Tensors of the decode kernel, in the order of its arguments. direct: of a launch that stores results instead of partial ones."""
+def _read_tensors(tensors: dict[str, Tensor | None], *, direct: bool = False, merges: bool = False) -> dict[str, Tensor | None]:
+    """Tensors of triton's decode kernel, in the order of its arguments. direct: of a launch that stores results instead of partial ones.
+    merges: of one that merges its partial results.
+    """
+    read = {name: tensors[name] for name in (*_DECODE_TENSORS, *_RESULTS)}
+    if merges:
+        return read
     results = {"part_out_ptr": tensors["out_ptr"], "part_lse_ptr": tensors["lse_ptr"]} if direct else {"sink_ptr": None}
-    return {name: tensors[name] for name in _DECODE_TENSORS} | results
+    return read | results | dict.fromkeys(_RESULTS)
 
 
 def decode_launch(
@@ -334,7 +316,7 @@ def decode_launch(
     key = (
         layouts(tensors.values()), layouts(mask_captured), layouts(score_captured), sizes, queries.ragged, q.device,
         work.window, work.scale > 0, None if work.mask is None else work.mask.key, None if work.score is None else work.score.key,
-        tf32_allowed(), SMALLEST_SPLIT, COARSE_SPLIT,
+        tf32_allowed(), SMALLEST_SPLIT, COARSE_SPLIT, launch.capturing(q.device),
     )  # fmt: skip
     launches = _launches(ByContents(key, partial(_make_launches, queries.ragged, tensors, work, sizes, per_call)))
     if launch.capturing(q.device):
@@ -430,7 +412,7 @@ def _make_launches(
         "SCORE": launch.function(work.score, score_options), "SCORE_LOOKUPS": early_function(work.score, score_options),
         "FOLD": work.score is None and work.scale > 0,
         "PRECISION": "ieee" if q.dtype == torch.float32 and not tf32_allowed() else "tf32", "DIRECT": sizes.direct,
-        **{f"{name}_stride": stride_of(tensors[f"{name}_ptr"] if sizes.direct else None) for name in ("out", "lse")},
+        "SPLITS": sizes.joined,
     }  # fmt: skip
     rows = sizes.sequences * heads * max_queries
     few, many = (_FEW_LATENT, _MANY_LATENT) if sizes.shared else (_FEW_MERGED[0], _MANY_MERGED[0])
@@ -448,14 +430,23 @@ def _make_launches(
     merged = {
         **shared, "E": e, "PARTS": parts, "FEW": few, "FEW_PART": few_part, "MANY": many, "MANY_PART": many_part, "SPLITS": sizes.joined,
     }  # fmt: skip
-    read = _read_tensors(tensors, direct=sizes.direct)
-    first, repair = prepared_for(decode_kernel if sizes.by is None else sizes.by, read, constants, decode, per_call), None
+    merged_rows = sizes.merged_rows(max_queries * heads // kv_heads, e, decode.ctas, sm_count(q.device))
+    if launch.capturing(q.device):  # a graph would fill the counters by a node of its own
+        merged_rows = 0
+    stores = sizes.direct or merged_rows > 0
+    constants |= {f"{name}_stride": stride_of(tensors[f"{name}_ptr"] if stores else None) for name in ("out", "lse")}
+    constants |= {"MERGED_ROWS": merged_rows} | ({} if merged_rows else {"counters_ptr": None})
+    read, part_sizes = _read_tensors(tensors, direct=sizes.direct, merges=merged_rows > 0), (rows * splits * e, rows * splits)
+    if merged_rows:
+        decode = decode._replace(counters=-(-decode.ctas // splits))
+    reads = _DECODE_TENSORS if sizes.by is not None else (*_DECODE_TENSORS, *_RESULTS)
+    first, repair = prepared_for(sizes.by or decode_kernel, {name: read[name] for name in reads}, constants, decode, per_call), None
     if read["flags_ptr"] is not None:
         repair = prepared_for(decode_kernel, read | _WRITTEN, constants, decode._replace(early=early), per_call)
-    if sizes.direct:
-        return Launches(first, repair, None, (0, 0))
+    if stores:
+        return Launches(first, repair, None, (0, 0) if sizes.direct else part_sizes, reads)
     last = prepared_for(merge_kernel, {name: tensors[name] for name in _MERGE_TENSORS}, merged, merge, {})
-    return Launches(first, repair, last, (rows * splits * e, rows * splits))
+    return Launches(first, repair, last, part_sizes, reads)
 
 
 def _registers(tile: DecodeTile, rows: int) -> int:

@@ -13,6 +13,7 @@ from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.compile_options import FUSED
 from longspan._kernels.gpu.prepared_launch import Layouts, PreparedLaunch, hold_for_graph, layouts
 from longspan._kernels.gpu.split_kernel import SplitKernel
+from longspan._kernels.gpu.workspace import Workspace
 
 FLOATS = torch.empty(4, dtype=torch.float32, device="cpu")  # placeholder of the partial results in cache keys: every launch allocates them
 FLAGS = torch.empty(4, dtype=torch.int32, device="cpu")  # of the flags
@@ -20,7 +21,7 @@ FLAGS = torch.empty(4, dtype=torch.int32, device="cpu")  # of the flags
 
 class LaunchShape(NamedTuple):
     """How a kernel is launched: CTAs, warps, pipeline stages; `early`: while the kernel before it ends (programmatic dependent launch);
-    registers of a thread, 0: as many as the assembler likes.
+    registers of a thread, 0: as many as the assembler likes; zeros that the kernel counts in.
     """
 
     ctas: int
@@ -28,6 +29,7 @@ class LaunchShape(NamedTuple):
     stages: int = 1
     early: bool = False
     registers: int = 0
+    counters: int = 0
 
 
 def prepared_for(
@@ -66,6 +68,7 @@ def _prepared(
     return PreparedLaunch(
         kernel=kernel, options=options, ctas=how.ctas, device=device,
         descriptors={name: partial(_described, rows=known["N"], columns=known[dim]) for name, dim in tiles.items()}, constants=known,
+        workspace=Workspace(device=device, zeros=(how.counters,)) if how.counters else None,
     )  # fmt: skip
 
 

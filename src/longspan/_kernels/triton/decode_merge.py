@@ -2,9 +2,9 @@
 
     merge_kernel     one CTA per (sequence, query, head, part of the head dim): merges the partial results of a row, then the sink
 
-The merge is a launch of its own: in the same launch, by the last CTA of a tile, every CTA would wait until its stores are visible to the
-others, which takes 5 to 10 % of the bandwidth (H200). Its CTAs start while the last CTAs of decode_kernel run (programmatic dependent
-launch) and wait for their results.
+The merge is a launch of its own where CTAs are many: in the same launch, by the last CTA of a tile, every CTA waits until its stores are
+visible to the others, which takes 5 to 10 % of the bandwidth (H200). Its CTAs start while the last CTAs of decode_kernel run (programmatic
+dependent launch) and wait for their results. A launch of one wave merges its tiles itself (`merge_tile`).
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
@@ -115,6 +115,31 @@ def merge_row(
     tl.store(out_row + e[None, :] * out_step, out.to(out_row.dtype.element_ty), mask=(e < E)[None, :])
     if part == 0:
         tl.store(lse_at + tl.arange(0, 1), lse)
+
+
+@triton.jit
+def merge_tile(
+    part_out_ptr, part_lse_ptr, sink_ptr, out_ptr, lse_ptr, at, out_row, lse_at, out_step, begin, end, joined, h, inside,
+    SPLITS: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial results begin … end − 1 of rows [X] with at most two groups of `joined`, then their sinks; store out and lse.
+
+    The same bits as `merge_row`. at, out_row, lse_at [X]: indices of the rows' first partial results, and of their results.
+    """
+    e = tl.arange(0, EP)
+    begins = tl.where(inside, begin, end)  # other rows have no partial results
+    first, first_lse = load_groups(part_out_ptr, part_lse_ptr, at, at * 0, begins, end, joined, e, SPLITS, E, EARLY)
+    second, second_lse = load_groups(part_out_ptr, part_lse_ptr, at, at * 0 + 1, begins, end, joined, e, SPLITS, E, EARLY)
+    m = tl.maximum(first_lse, second_lse)
+    base = tl.where(m == float("-inf"), 0.0, m)
+    weight, second_weight = tl.exp2(first_lse - base), tl.exp2(second_lse - base)
+    first = tl.where(weight[:, None] == 0.0, 0.0, first * weight[:, None])  # 0 · inf would be NaN
+    second = tl.where(second_weight[:, None] == 0.0, 0.0, second * second_weight[:, None])
+    acc, total, m = add_sink(first + second, weight + second_weight, m, sink_ptr, h)
+    out, lse = final(acc, total, m)
+    to = out_ptr + out_row[:, None] + e[None, :] * out_step
+    tl.store(to, out.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (e < E)[None, :])
+    tl.store(lse_ptr + lse_at, lse, mask=inside)
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)

@@ -47,7 +47,8 @@ class PreparedDecode:
         made = decode_launch(queries, (pages.k, pages.v, pages.table), work, sizes, results)
         self._described = sum(made.tensors[name] is not None for name in ("k_desc", "rest_desc"))
         self._launches, self._scale = made.launches, float(work.scale)
-        self._decode, self._repair, self._merge, parts = made.launches
+        self._decode, self._repair, self._merge, parts, _ = made.launches
+        self._direct = not any(parts)
         self._out = tuple(results[0].shape), results[0].stride(), q.dtype
         self._lse = tuple(results[1].shape), results[1].stride(), torch.float32
         # Bytes before what follows the partial outputs in one tensor: partial log-sum-exps, flags, and lse if the caller does not want it.
@@ -100,22 +101,27 @@ class PreparedDecode:
         out, lse = empty(*self._out), None
         pages_read = q, keys, values, *self._described * (keys,), *step
         programs = q, q, self._scale  # programs capture no tensors: their places hold q (`launch.pack_captured`)
-        if self._merge is None:
+        if self._direct:
             lse = empty(*self._lse)
             self._decode.launch_on(stream, (*pages_read, k, v, out.data_ptr(), lse.data_ptr(), *sinks, *programs))
         else:
             parts = empty((self._floats,), (1,), torch.float32)
             part_out = parts.data_ptr()
+            if with_lse:
+                lse = empty(*self._lse)
+            results = out.data_ptr(), part_out + self._unused_lse if lse is None else lse.data_ptr()
             partial_results: tuple[int, ...] = part_out, part_out + self._part_lse
             if self._repair is not None:
                 partial_results = *partial_results, part_out + self._flags
-            self._decode.launch_on(stream, (*pages_read, k, v, *partial_results, *programs))
-            if self._repair is not None:
-                self._repair.launch_on(stream, (*pages_read, *partial_results, *programs))
-            if with_lse:
-                lse = empty(*self._lse)
-            lse_address = part_out + self._unused_lse if lse is None else lse.data_ptr()
-            self._merge.launch_on(stream, (*partial_results[:2], step[1], *sinks, out.data_ptr(), lse_address))
+            if self._merge is None:
+                assert self._decode.workspace is not None
+                counters, _held = self._decode.workspace.addresses(None if captured else stream)
+                self._decode.launch_on(stream, (*pages_read, k, v, *partial_results, *sinks, *results, *counters, *programs))
+            else:
+                self._decode.launch_on(stream, (*pages_read, k, v, *partial_results, *programs))
+                if self._repair is not None:
+                    self._repair.launch_on(stream, (*pages_read, *partial_results, *programs))
+                self._merge.launch_on(stream, (*partial_results[:2], step[1], *sinks, *results))
         if captured:
             for one in self._launches.all:
                 hold_for_graph(one)
