@@ -414,6 +414,31 @@ def test_few_splits_have_the_same_bits_beside_a_sequence_of_many() -> None:
     assert torch.equal(both[1:], alone)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("sink", [False, True])
+def test_a_small_batch_has_the_bits_of_a_large_one(sink: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last CTA of a tile merges two sequences, also in prepared calls; a second launch merges 40."""
+    monkeypatch.setattr(decode_call, "SMALLEST_SPLIT", 256)
+    generator = torch.Generator(device="cuda").manual_seed(4)
+    cache = ls.KVCache(pages=40 * 48, page_size=64, layers=3, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    q, k, v = (torch.randn(40, heads, 1, 128, generator=generator, device="cuda").bfloat16() for heads in (32, 8, 8))
+    options = {"sink": torch.linspace(-1, 1, 32, device="cuda")} if sink else {}
+    cache._k.normal_(generator=generator), cache._v.normal_(generator=generator)
+    ids = cache.allocate(40)
+    cache.step(ids, 2999)
+    for sequence_id in ids:
+        del cache.sequence(sequence_id).unfinished[0]
+    outs = []
+    for chosen in (slice(None), slice(2)):
+        step = cache.step(ids[chosen], 1)
+        for layer in range(3):
+            attended = ls.attention(q[chosen], k[chosen], v[chosen], cache=step, layer=layer, return_lse=True, **options)
+            outs.append(tuple(x[:2] for x in attended))
+        cache.truncate(ids[chosen], [2999] * len(ids[chosen]))
+    for large, small in zip(outs[:3], outs[3:], strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(large, small, strict=True))
+
+
 @pytest.mark.parametrize(("dims", "shared", "says"), [
     ((256, 256), False, None), ((257, 64), False, "head dims 257 and 64"), ((64, 257), False, "head dims 64 and 257"),
     ((768, 512), True, None), ((769, 512), True, "shared KV of 512 and 257"), ((600, 513), True, "shared KV of 513 and 87"),

@@ -270,9 +270,14 @@ def result_rows(n, first, i, head, out_stride, lse_stride, RAGGED: tl.constexpr)
 
 @triton.jit
 def is_last(counter_ptr, partial_results):
-    """Whether this CTA is the last one of a tile to store its partial result. The partial results of the others are then visible."""
+    """Whether this CTA is the last one of a tile to store its partial result. The partial results of the others are then visible, and the
+    counter is 0 again.
+    """
     tl.debug_barrier()  # the stores of all threads precede the addition
-    return tl.atomic_add(counter_ptr, 1, sem="acq_rel") == partial_results - 1
+    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == partial_results - 1
+    if last:
+        tl.store(counter_ptr, 0)
+    return last
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
@@ -293,8 +298,8 @@ def decode_kernel(
     part_out_ptr and part_lse_ptr are those of the results, with sinks.
 
     MERGED_ROWS: not 0 if the last CTA of a tile merges its partial results, of at most two groups of SPLITS splits, into out_ptr and
-    lse_ptr; the number of rows of the largest tile, rounded up to a power of two. counters_ptr: a zero for each tile. Otherwise out_ptr,
-    lse_ptr and counters_ptr are None, and so is sink_ptr unless DIRECT.
+    lse_ptr; the number of rows of the largest tile, rounded up to a power of two. counters_ptr: a zero for each tile, before and after.
+    Otherwise out_ptr, lse_ptr and counters_ptr are None, and so is sink_ptr unless DIRECT.
 
     WINDOW: keys before q − WINDOW + 1 are hidden; None: no window. k_new_ptr, v_new_ptr: new tokens, which every CTA writes that reads
     them; None: they were written before. EARLY: merge_kernel starts while this kernel runs. flags_ptr: int32 [CTAs, 2]; splits with a flag
