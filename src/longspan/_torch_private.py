@@ -94,6 +94,7 @@ __all__ = [
     "backend_timeout",
     "current_cuda_device",
     "current_raw_stream",
+    "current_stream_is_captured",
     "default_store",
     "detach_is_recorded",
     "detached_below_autograd",
@@ -105,6 +106,7 @@ __all__ = [
     "foreign_function_modes_are_active",
     "forward_mode_is_active",
     "function_modes_are_active",
+    "guarded_calls_are_intercepted",
     "intercepted_autograd_functions",
     "is_batched_gradient",
     "is_transformed",
@@ -201,10 +203,23 @@ def without_source(module: GraphModule) -> GraphModule:
     return module
 
 
-def current_cuda_device() -> int:
-    """The index of the current CUDA device. CUDA must be initialised: a CUDA tensor exists."""
-    return torch._C._cuda_getDevice()
+def _of_cuda_builds(name: str, otherwise: Any) -> Any:
+    """A function of torch without a Python function around it, whose call would take as long; `otherwise` in builds without CUDA."""
+    return getattr(torch._C, name) if hasattr(torch._C, "_cuda_getDeviceCount") else otherwise
 
+
+def _without_cuda(*_: Any) -> Any:
+    raise RuntimeError("expected a build of torch with CUDA")
+
+
+# The index of the current CUDA device. CUDA must be initialised: a CUDA tensor exists.
+current_cuda_device: Callable[[], int] = _of_cuda_builds("_cuda_getDevice", _without_cuda)
+
+# (index of a CUDA device) → the CUstream of its current stream.
+current_raw_stream: Callable[[int], int] = _of_cuda_builds("_cuda_getCurrentRawStream", _without_cuda)
+
+# Whether the current CUDA stream is being captured into a graph. False before CUDA is initialised.
+current_stream_is_captured: Callable[[], bool] = _of_cuda_builds("_cuda_isCurrentStreamCapturing", bool)
 
 # (size, strides, dtype) → an uninitialised tensor on the current CUDA device, unseen by dispatch modes. CUDA must be initialised. Not a
 # Python function, whose call would take as long as the allocation.
@@ -245,11 +260,6 @@ def tensors_can_be_guarded(q: Any, k: Any, v: Any) -> bool:
         return False
 
 
-def current_raw_stream(device: int) -> int:
-    """The CUstream of a CUDA device's current stream."""
-    return torch._C._cuda_getCurrentRawStream(device)  # type: ignore[no-any-return]
-
-
 def dynamo_is_at_work() -> bool:
     """Whether Dynamo, in the midst of a compilation, runs the present code itself: not code that it compiles."""
     return not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is not None
@@ -258,6 +268,9 @@ def dynamo_is_at_work() -> bool:
 def modes_are_active() -> bool:
     """Whether a dispatch mode would see operators that are called now."""
     return bool(torch._C._len_torch_dispatch_stack())
+
+
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
 
 
 def forward_mode_is_active() -> bool:
@@ -273,6 +286,11 @@ def nothing_intercepts_calls() -> bool:
         and maybe_current_level() is None
         and forward_ad._current_level < 0
     )
+
+
+def guarded_calls_are_intercepted() -> bool:
+    """Whether `nothing_intercepts_calls` is false for tensors that pass a `tensor_guard`, which compares dispatch modes and transforms."""
+    return _function_modes() > 0 or forward_ad._current_level >= 0
 
 
 def function_modes_are_active() -> bool:

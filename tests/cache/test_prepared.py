@@ -69,7 +69,7 @@ def test_a_prepared_call_launches_the_same(name: str, merged: bool, launches: La
     assert len(cache.prepared) == 1
     prepared = call(step, 1, launches, **options)
     assert prepared[0][1:5] == _read(cache, step, layer=1)
-    step._used.discard(1)
+    step._used.remove(1)
     unprepared = call_unprepared(step, 1, launches, **options)
     # The new tokens, partial results and results are other tensors.
     assert prepared[0][1:5] == unprepared[0][1:5] and prepared[0][-1] == unprepared[0][-1] and len(prepared[0]) == len(unprepared[0])
