@@ -34,6 +34,7 @@ from longspan._torch_private import (
 if TYPE_CHECKING:
     from longspan._engine.cached import CachedCall
     from longspan._kernels.gpu.split_kernel import SplitKernel
+    from longspan._kernels.triton.decode_prepared import StepDecode
 
 # The fields of a `CachedCall`, or these in a plain tuple: a repeated call does not take the time to make a `CachedCall`.
 CallArguments = tuple[Any, Any, Any, Any, float | None, Tensor | None, str, bool]
@@ -55,7 +56,7 @@ class LastCall(NamedTuple):
     kernel: str
     one_tensor: bool
     table_version: int
-    prepared: Any
+    prepared: StepDecode
 
 
 def attend_same(q: Any, k: Any, v: Any, call: CallArguments) -> tuple[Tensor, Tensor | None] | None:
@@ -78,7 +79,7 @@ def attend_same(q: Any, k: Any, v: Any, call: CallArguments) -> tuple[Tensor, Te
     return _attend(step, layer, addresses, with_lse, prepared)
 
 
-def _remember(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, prepared: Any) -> None:
+def _remember(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, prepared: StepDecode) -> None:
     """Make a prepared call the step's last one, if `attend_same` may compare calls with it."""
     mask, step = call.mask, call.step
     if (mask is not None and not isinstance(mask, Mask)) or call.score_mod is not None or call.sink is not None:
@@ -175,17 +176,18 @@ def attend_again(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, key: Hashabl
 
 
 def _attend(
-    step: CacheStep, layer: int, addresses: tuple[int, ...], with_lse: bool, prepared: Any
+    step: CacheStep, layer: int, addresses: tuple[int, ...], with_lse: bool, prepared: StepDecode
 ) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
     """(out, lse) of a call that is prepared for its step. addresses: of q, k, v and the sink if there is one."""
     captured = current_stream_is_captured()
     if captured and step.ranges.longest is None:
         return None  # the call's checks raise
     step.check_layer(layer)
-    result = prepared(step.cache.layer_addresses(layer), addresses, with_lse, captured)
+    run, of_step = prepared
+    result = run(of_step, step.cache.layer_addresses(layer), addresses, with_lse, captured)
     if result is not None:
         step.finish_layer(layer)
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, work: PagedWork, key: Hashable) -> None:

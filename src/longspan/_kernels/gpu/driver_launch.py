@@ -212,8 +212,12 @@ def _loaded(compiled: Any, device: int) -> int:
 
 def hooks_are_set() -> bool:
     """Whether a profiler wants to see launches."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook  # chains of hooks; None or functions if a tool set them
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    try:
+        return bool(enter.calls or leave.calls)
+    except AttributeError:  # a tool has replaced a chain of hooks by None or a function
+        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _driver_agrees(function: int, sizes: Sequence[int]) -> bool:

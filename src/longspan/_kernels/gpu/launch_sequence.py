@@ -90,7 +90,8 @@ class DriverSequence:
             self._launches.append(launcher(base + config, launch.function, pointers))
         self._streams = [config + STREAM for config in configs[:-1]]
         self._stream: int | None = None  # of all configurations
-        self._pack, self._lock, self._replace, self._device = values.pack_into, Lock(), replace_address(), launches[0].device
+        self._pack, self._lock = partial(values.pack_into, self._block, 0), Lock()
+        self._replace, self._device = replace_address(), launches[0].device
         self._constants = tuple(launches)  # hold the memory of the constants
 
     def __call__(self, stream: int, values: Sequence[int | float]) -> None:
@@ -98,7 +99,7 @@ class DriverSequence:
         with self._lock:
             if stream != self._stream:
                 self._set_stream(stream)
-            self._pack(self._block, 0, *values)
+            self._pack(*values)
             for entry in self._maps:
                 index, descriptor, address = entry
                 if values[index] != address:

@@ -40,12 +40,23 @@ class StepPlace(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Memory that only the launches of a call use: addresses of partial results and flags, and of an lse that the caller does not want."""
+    """Memory that only the launches of a call use, on one stream.
+
+    unused_lse: the address of an lse that the caller does not want. values: the last values of the launches, addresses of partial results
+    and flags, and the scale.
+    """
 
     stream: int
     memory: Tensor
-    results: tuple[int, ...]
     unused_lse: int
+    values: tuple[int | float, ...]
+
+
+class StepDecode(NamedTuple):
+    """`PreparedDecode.run` and its first argument for one step."""
+
+    run: Callable[..., tuple[Tensor, Tensor | None] | None]
+    step: tuple[int, int]
 
 
 class PreparedDecode:
@@ -93,9 +104,9 @@ class PreparedDecode:
         """Whether all kernels were compiled, by a call that was not prepared."""
         return all(one.is_compiled for one in self._launches.all)
 
-    def at(self, pages: PagedKV, ranges: QueryRanges) -> Callable[..., tuple[Tensor, Tensor | None] | None]:
-        """`run` over the sequences of one step. `pages`: of any layer."""
-        return partial(self.run, (pages.table.data_ptr(), ranges.device_ranges.data_ptr()))
+    def at(self, pages: PagedKV, ranges: QueryRanges) -> StepDecode:
+        """The call over the sequences of one step. `pages`: of any layer."""
+        return StepDecode(self.run, (pages.table.data_ptr(), ranges.device_ranges.data_ptr()))
 
     def run(
         self, step: tuple[int, int], pages: tuple[int, int], new: tuple[int, ...], with_lse: bool, captured: bool
@@ -111,12 +122,12 @@ class PreparedDecode:
         scratch = self._held
         if scratch is None or scratch.stream != stream or captured:
             scratch = self._scratch(stream, hold=not captured)
-        _, _, partial_results, lse_address = scratch
+        _, _, lse_address, last_values = scratch
         out, lse = self._empty(*self._out), None
         if with_lse:
             lse = self._empty(*self._lse)
             lse_address = lse.data_ptr()
-        self._launch(stream, (*step, *pages, *new, out.data_ptr(), lse_address, *partial_results, self._scale))
+        self._launch(stream, (*step, *pages, *new, out.data_ptr(), lse_address, *last_values))
         if captured:
             for one in self._launches.all:
                 hold_for_graph(one)
@@ -130,7 +141,8 @@ class PreparedDecode:
         """
         memory = self._empty((self._floats,), (1,), torch.float32)
         address = memory.data_ptr()
-        scratch = _Scratch(stream, memory, tuple([address + offset for offset in self._offsets]), address + self._lse_offset)
+        values = *(address + offset for offset in self._offsets), self._scale
+        scratch = _Scratch(stream, memory, address + self._lse_offset, values)
         if hold and 4 * self._floats <= MAX_HELD_BYTES:
             self._held = scratch
         return scratch
