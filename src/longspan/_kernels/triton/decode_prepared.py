@@ -1,8 +1,8 @@
-"""A decode call that repeats: one or two launches with new addresses, and nothing else. Legend as in `longspan._kernels.paged`."""
+"""Decode calls that repeat: one or two launches with new addresses, and nothing else. Legend as in `longspan._kernels.paged`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -10,13 +10,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longspan._kernels.gpu.compilation import collected_jobs
 from longspan._kernels.gpu.interpreter import interpreted
+from longspan._kernels.gpu.launch import pack_captured
 from longspan._kernels.gpu.launch_sequence import LaunchAll, launch_sequence
 from longspan._kernels.gpu.prepared_launch import direct_stream, hold_for_graph
 from longspan._kernels.gpu.split_kernel import SplitKernel
+from longspan._kernels.gpu.uploads import note_upload
 from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork, QueryRanges
 from longspan._kernels.protocol import ALIGNMENT
-from longspan._kernels.triton.decode_call import Launches, Queries, decode_launch, empty_results, page_sizes, writes_new_tokens
+from longspan._kernels.triton.decode_call import (
+    Launches,
+    Queries,
+    contiguous_launch,
+    decode_launch,
+    empty_results,
+    page_sizes,
+    writes_new_tokens,
+)
 from longspan._torch_private import empty_on_current_device
 
 MAX_HELD_BYTES = 1 << 20  # of scratch memory between calls: calls with more take longer on the device than on the host
@@ -59,7 +70,40 @@ class StepDecode(NamedTuple):
     step: tuple[int, int]
 
 
-class PreparedDecode:
+class _DecodeMemory:
+    """Layouts of a call's results, and the scratch memory of its launches."""
+
+    def __init__(self, q: Tensor, results: tuple[Tensor, Tensor], launches: Launches, last_values: tuple[int | float, ...]) -> None:
+        """last_values: of the launches, after the addresses of scratch memory."""
+        out, lse = results
+        self._out = tuple(out.shape), out.stride(), out.dtype
+        self._lse = tuple(lse.shape), lse.stride(), lse.dtype
+        # Bytes before what follows the partial outputs in one tensor: partial log-sum-exps, flags, lse.
+        part_bytes = 4 * launches.parts[0], 4 * launches.parts[1], 4 * launches.flags
+        *offsets, self._lse_offset = accumulate((0, *part_bytes), lambda end, size: end + -(-size // ALIGNMENT) * ALIGNMENT)
+        self._offsets = offsets[: len(_scratch_names(launches))]
+        self._floats = self._lse_offset // 4 + lse.numel()
+        self._last_values = last_values
+        self._held: _Scratch | None = None
+        # A launch on a stream of `direct_stream` is on the current device.
+        self._empty = empty_on_current_device if q.is_cuda else partial(_empty_strided, q.device)
+
+    def _scratch(self, stream: int, *, hold: bool) -> _Scratch:
+        """Memory for launches on the current stream; `hold` it for later calls if it is small.
+
+        Kernels of a stream run in order, so that calls on one stream may share it (`launch_sequence`). Memory of a CUDA graph belongs to
+        the graph.
+        """
+        memory = self._empty((self._floats,), (1,), torch.float32)
+        address = memory.data_ptr()
+        values = *(address + offset for offset in self._offsets), *self._last_values
+        scratch = _Scratch(stream, memory, address + self._lse_offset, values)
+        if hold and 4 * self._floats <= MAX_HELD_BYTES:
+            self._held = scratch
+        return scratch
+
+
+class PreparedDecode(_DecodeMemory):
     """`attend_new_tokens` of a call whose tensors have fixed layouts, over sequences with fixed numbers of new tokens."""
 
     def __init__(self, tensors: LayerTensors, pages: PagedKV, place: StepPlace, work: PagedWork) -> None:
@@ -68,20 +112,16 @@ class PreparedDecode:
         (sizes,) = page_sizes(queries, pages)
         results = empty_results(q, v.shape[-1])
         made = decode_launch(queries, (pages.k, pages.v, pages.table), work, sizes, results)
-        described = sum(made.tensors[name] is not None for name in ("k_desc", "rest_desc"))
-        self._launches, self._scale = made.launches, float(work.scale)
-        self._launch = _sequence(made.launches, described, has_sink=sink is not None)
-        self._out = tuple(results[0].shape), results[0].stride(), q.dtype
-        self._lse = tuple(results[1].shape), results[1].stride(), torch.float32
-        # Bytes before what follows the partial outputs in one tensor: partial log-sum-exps, flags, lse.
-        part_bytes = 4 * made.launches.parts[0], 4 * made.launches.parts[1], 4 * made.launches.flags
-        *self._offsets, self._lse_offset = accumulate((0, *part_bytes), lambda end, size: end + -(-size // ALIGNMENT) * ALIGNMENT)
-        del self._offsets[0 if made.launches.merge is None else 2 if made.launches.repair is None else 3 :]
-        self._floats = self._lse_offset // 4 + results[1].numel()
-        self._held: _Scratch | None = None
-        self._index = q.device.index
-        # A launch on a stream of `direct_stream` is on the current device.
-        self._empty = empty_on_current_device if q.is_cuda else partial(_empty_strided, q.device)
+        super().__init__(q, results, made.launches, (float(work.scale),))
+        self._launches, self._index = made.launches, q.device.index
+        sinks = () if sink is None else ("sink",)
+        described = [name for name in ("k_desc", "rest_desc") if made.tensors[name] is not None]
+        of_launches = _values_by_name(
+            made.launches, ("q", "keys", "values", *("keys" for _ in described), "table", "ranges"), new=("k", "v"), sink=sinks,
+            captured=("q", "q"),  # programs capture no tensors: their places hold q (`launch.pack_captured`)
+        )  # fmt: skip
+        order = "table", "ranges", "keys", "values", "q", "k", "v", *sinks, "out", "lse", *_scratch_names(made.launches), "scale"
+        self._launch = _sequence(made.launches, of_launches, order)
 
     @staticmethod
     def supports(tensors: LayerTensors, pages: PagedKV, place: StepPlace, work: PagedWork) -> bool:
@@ -133,36 +173,78 @@ class PreparedDecode:
                 hold_for_graph(one)
         return out, lse
 
-    def _scratch(self, stream: int, *, hold: bool) -> _Scratch:
-        """Memory for launches on the current stream; `hold` it for later calls if it is small.
 
-        Kernels of a stream run in order, so that calls on one stream may share it (`launch_sequence`). Memory of a CUDA graph belongs to
-        the graph.
-        """
-        memory = self._empty((self._floats,), (1,), torch.float32)
-        address = memory.data_ptr()
-        values = *(address + offset for offset in self._offsets), self._scale
-        scratch = _Scratch(stream, memory, address + self._lse_offset, values)
-        if hold and 4 * self._floats <= MAX_HELD_BYTES:
-            self._held = scratch
-        return scratch
+class DecodeForward(_DecodeMemory):
+    """`attend_contiguous` of a call that repeats (`PreparedForward`)."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, work: PagedWork) -> None:
+        results = empty_results(q, v.shape[-1])
+        made = contiguous_launch(q, k, v, work, results)
+        # Holds the mask's captured tensors and no other tensor of the caller: an empty list is packed as (q,) at each call.
+        self._mask_captured = made.per_call["mask_captured"] if work.mask_captured else None
+        for packed, given in zip(self._mask_captured or (), work.mask_captured, strict=True):
+            if packed.data_ptr() != given.data_ptr():
+                note_upload(packed)  # a contiguous copy, made on the current stream
+        self._made = made._replace(tensors=dict.fromkeys(made.tensors), per_call={"scale": made.per_call["scale"]})
+        self._index = q.device.index
+        masks = [t.data_ptr() for t in self._mask_captured or ()]
+        super().__init__(q, results, made.launches, (*masks, float(work.scale)))
+        mask_names, score_names = [f"mask{i}" for i in range(len(masks))], [f"score{i}" for i in range(len(work.score_captured))]
+        of_launches = _values_by_name(
+            made.launches, ("q", "keys", "values"), new=(), sink=(), captured=(*(mask_names or ["q"]), *(score_names or ["q"]))
+        )
+        order = "q", "keys", "values", *score_names, "out", "lse", *_scratch_names(made.launches), *mask_names, "scale"
+        self._compiled = partial(_sequence, made.launches, of_launches, order)
+        self._launch: LaunchAll | None = None  # before the kernels are compiled
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, score_captured: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        stream = direct_stream(self._index)
+        if stream is None or self._launch is None or collected_jobs() is not None:
+            return self._run(q, k, v, score_captured)
+        scratch = self._held
+        if scratch is None or scratch.stream != stream:
+            scratch = self._scratch(stream, hold=True)
+        packed = pack_captured(score_captured, q) if score_captured else ()
+        scores = [t.data_ptr() for t in packed]
+        out, lse = self._empty(*self._out), self._empty(*self._lse)
+        self._launch(stream, (q.data_ptr(), k.data_ptr(), v.data_ptr(), *scores, out.data_ptr(), lse.data_ptr(), *scratch.values))
+        return out, lse
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, score_captured: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The call where a profiler watches launches, another device is current or a kernel is not compiled."""
+        out, lse = empty_results(q, v.shape[-1])
+        tensors = {**self._made.tensors, "q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": out, "lse_ptr": lse}
+        mask_captured = pack_captured((), q) if self._mask_captured is None else self._mask_captured
+        per_call = {**self._made.per_call, "mask_captured": mask_captured, "score_captured": pack_captured(score_captured, q)}
+        self._made._replace(tensors=tensors, per_call=per_call).run()
+        if self._launch is None and all(one.is_compiled for one in self._made.launches.all):
+            self._launch = self._compiled()
+        return out, lse
 
 
-def _sequence(launches: Launches, described: int, *, has_sink: bool) -> LaunchAll:
-    """The launches of a call, by the values that `PreparedDecode.run` passes. described: number of TMA descriptors of keys."""
-    sink = ("sink",) if has_sink else ()
-    read = "q", "keys", "values", *("keys",) * described, "table", "ranges"
-    captured = "q", "q"  # programs capture no tensors: their places hold q (`launch.pack_captured`)
-    results: tuple[str, ...] = ()
+def _scratch_names(launches: Launches) -> tuple[str, ...]:
+    """The values that are addresses of scratch memory."""
     if launches.merge is None:
-        of_launches = [(*read, "k", "v", "out", "lse", *sink, *captured, "scale")]
-    else:
-        results = "part_out", "part_lse", *(("flags",) if launches.repair is not None else ())
-        of_launches = [(*read, "k", "v", *results, *captured, "scale")]
-        if launches.repair is not None:
-            of_launches.append((*read, *results, *captured, "scale"))
-        of_launches.append(("part_out", "part_lse", "ranges", *sink, "out", "lse"))
-    order = "table", "ranges", "keys", "values", "q", "k", "v", *sink, "out", "lse", *results, "scale"
+        return ()
+    return ("part_out", "part_lse") if launches.repair is None else ("part_out", "part_lse", "flags")
+
+
+def _values_by_name(
+    launches: Launches, read: tuple[str, ...], *, new: tuple[str, ...], sink: tuple[str, ...], captured: tuple[str, ...]
+) -> list[tuple[str, ...]]:  # fmt: skip
+    """The values of each launch, in the order of its kernel's arguments: tensors that are not None, then captured tensors and the scale."""
+    results = _scratch_names(launches)
+    if launches.merge is None:
+        return [(*read, *new, "out", "lse", *sink, *captured, "scale")]
+    ranges = [name for name in read if name == "ranges"]
+    made = [(*read, *new, *results, *captured, "scale"), ("part_out", "part_lse", *ranges, *sink, "out", "lse")]
+    if launches.repair is not None:
+        made.insert(1, (*read, *results, *captured, "scale"))
+    return made
+
+
+def _sequence(launches: Launches, of_launches: Sequence[Sequence[str]], order: tuple[str, ...]) -> LaunchAll:
+    """The launches of a call by values in this order."""
     return launch_sequence(launches.all, [[order.index(name) for name in names] for names in of_launches])
 
 
