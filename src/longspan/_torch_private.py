@@ -33,6 +33,9 @@
 `_saved_tensors_hooks_is_enabled`  Whether saved-tensor hooks may be set: torch.func forbids them, and there is no public accessor.
 `_cuda_getCurrentRawStream`, `_cuda_getDevice`  The current stream as the CUDA driver takes it, and the current device, where CUDA is known
                           to be initialised. `torch.cuda.current_stream` builds an object, which takes as long as the launch itself.
+`_cuda_isCurrentStreamCapturing`, `_cuda_getDeviceCount`  `torch.cuda.is_current_stream_capturing` without a Python function around it,
+                          which takes as long; the second exists in builds with CUDA only.
+`_get_deterministic_algorithms`, `_get_deterministic_algorithms_warn_only`  Torch's settings, without the Python functions around them.
 `_empty_strided_cuda`     An uninitialised CUDA tensor without torch's dispatcher, which takes longer than the allocation itself.
 `TensorGuards`            Whether tensors have the types, layouts and dispatch keys of earlier ones, in one call: a repeated call would ask
                           thirty times in Python.
@@ -98,6 +101,8 @@ __all__ = [
     "default_store",
     "detach_is_recorded",
     "detached_below_autograd",
+    "deterministic_algorithms",
+    "deterministic_algorithms_warn_only",
     "dynamo_is_at_work",
     "empty_on_current_device",
     "empty_on_device_of",
@@ -271,6 +276,11 @@ def modes_are_active() -> bool:
 
 
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
+
+
+# `torch.are_deterministic_algorithms_enabled` and `torch.is_deterministic_algorithms_warn_only_enabled`.
+deterministic_algorithms: Callable[[], bool] = torch._C._get_deterministic_algorithms
+deterministic_algorithms_warn_only: Callable[[], bool] = torch._C._get_deterministic_algorithms_warn_only
 
 
 def forward_mode_is_active() -> bool:
