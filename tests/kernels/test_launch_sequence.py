@@ -112,6 +112,12 @@ def test_launches_of_a_sequence_and_its_kernels_alone_do_not_disturb_each_other(
     assert driver.moved == [(own_map, 8192)] and shared_map != own_map, "a copied descriptor has the address that it was copied with"
 
 
+def test_values_that_no_launch_reads_take_their_place(driver: Functions) -> None:
+    both = DriverSequence(two_launches(torch.zeros(30, 48)), [[1, 3, 5], [4, 1]])
+    both(41, [7, 1234, 8, 4096, 99, 0.25])
+    assert driver.launches[0][4][0] == 1234 and driver.launches[0][4][7] == 0.25 and driver.launches[1][4][:2] == [99, 1234]
+
+
 def test_values_of_two_types_at_one_place_are_an_error(driver: Functions) -> None:
     with pytest.raises(ValueError, match="value 1: expected one type, got Q and f"):
         DriverSequence(two_launches(torch.zeros(30, 48))[:1], [[0, 1, 1]])

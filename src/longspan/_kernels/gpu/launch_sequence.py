@@ -35,7 +35,8 @@ def launch_sequence(launches: Sequence[PreparedLaunch], places: Sequence[Sequenc
     """A function that launches compiled kernels in order. Thread-safe: no other call of the function launches between them, so that they
     may share memory that no other kernel uses.
 
-    places: for each launch, the index of each of its values (as of `PreparedLaunch.launch_at`) among the values of the function.
+    places: for each launch, the index of each of its values (as of `PreparedLaunch.launch_at`) among the values of the function. A value
+    that no launch reads is an address, and not the last.
     """
     by_driver = [one.by_driver for one in launches if isinstance(one.by_driver, DriverLaunch)]
     if len(by_driver) == len(launches):
@@ -63,7 +64,7 @@ class DriverSequence:
             for (kind, _), place in zip(launch.varying, of_launch, strict=True):
                 if formats.setdefault(place, kind) != kind:
                     raise ValueError(f"value {place}: expected one type, got {formats[place]} and {kind}")
-        ordered = [formats[place] for place in range(len(formats))]
+        ordered = [formats.get(place, "Q") for place in range(max(formats) + 1)]
         offsets = [struct.calcsize("<" + "".join(ordered[:place])) for place in range(len(ordered))]
         values = struct.Struct("<" + "".join(ordered))
         maps = [launch.copied_maps() for launch in launches]
