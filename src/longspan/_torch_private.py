@@ -33,6 +33,9 @@
 `_saved_tensors_hooks_is_enabled`  Whether saved-tensor hooks may be set: torch.func forbids them, and there is no public accessor.
 `_cuda_getCurrentRawStream`, `_cuda_getDevice`  The current stream as the CUDA driver takes it, and the current device, where CUDA is known
                           to be initialised. `torch.cuda.current_stream` builds an object, which takes as long as the launch itself.
+`_cuda_isCurrentStreamCapturing`, `_cuda_getDeviceCount`  `torch.cuda.is_current_stream_capturing` without a Python function around it,
+                          which takes as long; the second exists in builds with CUDA only.
+`_get_deterministic_algorithms`, `_get_deterministic_algorithms_warn_only`  Torch's settings, without the Python functions around them.
 `_empty_strided_cuda`     An uninitialised CUDA tensor without torch's dispatcher, which takes longer than the allocation itself.
 `TensorGuards`            Whether tensors have the types, layouts and dispatch keys of earlier ones, in one call: a repeated call would ask
                           thirty times in Python.
@@ -94,9 +97,12 @@ __all__ = [
     "backend_timeout",
     "current_cuda_device",
     "current_raw_stream",
+    "current_stream_is_captured",
     "default_store",
     "detach_is_recorded",
     "detached_below_autograd",
+    "deterministic_algorithms",
+    "deterministic_algorithms_warn_only",
     "dynamo_is_at_work",
     "empty_on_current_device",
     "empty_on_device_of",
@@ -105,6 +111,7 @@ __all__ = [
     "foreign_function_modes_are_active",
     "forward_mode_is_active",
     "function_modes_are_active",
+    "guarded_calls_are_intercepted",
     "intercepted_autograd_functions",
     "is_batched_gradient",
     "is_transformed",
@@ -201,10 +208,23 @@ def without_source(module: GraphModule) -> GraphModule:
     return module
 
 
-def current_cuda_device() -> int:
-    """The index of the current CUDA device. CUDA must be initialised: a CUDA tensor exists."""
-    return torch._C._cuda_getDevice()
+def _of_cuda_builds(name: str, otherwise: Any) -> Any:
+    """A function of torch without a Python function around it, whose call would take as long; `otherwise` in builds without CUDA."""
+    return getattr(torch._C, name) if hasattr(torch._C, "_cuda_getDeviceCount") else otherwise
 
+
+def _without_cuda(*_: Any) -> Any:
+    raise RuntimeError("expected a build of torch with CUDA")
+
+
+# The index of the current CUDA device. CUDA must be initialised: a CUDA tensor exists.
+current_cuda_device: Callable[[], int] = _of_cuda_builds("_cuda_getDevice", _without_cuda)
+
+# (index of a CUDA device) → the CUstream of its current stream.
+current_raw_stream: Callable[[int], int] = _of_cuda_builds("_cuda_getCurrentRawStream", _without_cuda)
+
+# Whether the current CUDA stream is being captured into a graph. False before CUDA is initialised.
+current_stream_is_captured: Callable[[], bool] = _of_cuda_builds("_cuda_isCurrentStreamCapturing", bool)
 
 # (size, strides, dtype) → an uninitialised tensor on the current CUDA device, unseen by dispatch modes. CUDA must be initialised. Not a
 # Python function, whose call would take as long as the allocation.
@@ -245,11 +265,6 @@ def tensors_can_be_guarded(q: Any, k: Any, v: Any) -> bool:
         return False
 
 
-def current_raw_stream(device: int) -> int:
-    """The CUstream of a CUDA device's current stream."""
-    return torch._C._cuda_getCurrentRawStream(device)  # type: ignore[no-any-return]
-
-
 def dynamo_is_at_work() -> bool:
     """Whether Dynamo, in the midst of a compilation, runs the present code itself: not code that it compiles."""
     return not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is not None
@@ -258,6 +273,14 @@ def dynamo_is_at_work() -> bool:
 def modes_are_active() -> bool:
     """Whether a dispatch mode would see operators that are called now."""
     return bool(torch._C._len_torch_dispatch_stack())
+
+
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
+
+
+# `torch.are_deterministic_algorithms_enabled` and `torch.is_deterministic_algorithms_warn_only_enabled`.
+deterministic_algorithms: Callable[[], bool] = torch._C._get_deterministic_algorithms
+deterministic_algorithms_warn_only: Callable[[], bool] = torch._C._get_deterministic_algorithms_warn_only
 
 
 def forward_mode_is_active() -> bool:
@@ -273,6 +296,11 @@ def nothing_intercepts_calls() -> bool:
         and maybe_current_level() is None
         and forward_ad._current_level < 0
     )
+
+
+def guarded_calls_are_intercepted() -> bool:
+    """Whether `nothing_intercepts_calls` is false for tensors that pass a `tensor_guard`, which compares dispatch modes and transforms."""
+    return _function_modes() > 0 or forward_ad._current_level >= 0
 
 
 def function_modes_are_active() -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from tests.cache.test_kv_cache import make_cache, tokens
 from tests.kernels.stub_launches import Launches, record_launches
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan as ls
-from longspan._engine import cached, cached_prepared
+from longspan._engine import attention, cached_prepared
 from longspan._engine.cached import CachedCall
 
 decode_call: Any = pytest.importorskip("longspan._kernels.triton.decode_call")
@@ -24,6 +26,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     recorded = record_launches(monkeypatch)
     monkeypatch.setattr(decode_prepared, "interpreted", lambda: False)
     monkeypatch.setattr(cached_prepared, "_on_gpu", lambda q: True)
+    monkeypatch.setattr(cached_prepared, "current_stream_is_captured", lambda: False)
     return recorded
 
 
@@ -69,7 +72,7 @@ def test_a_prepared_call_launches_the_same(name: str, merged: bool, launches: La
     assert len(cache.prepared) == 1
     prepared = call(step, 1, launches, **options)
     assert prepared[0][1:5] == _read(cache, step, layer=1)
-    step._used.discard(1)
+    step._used.remove(1)
     unprepared = call_unprepared(step, 1, launches, **options)
     # The new tokens, partial results and results are other tensors.
     assert prepared[0][1:5] == unprepared[0][1:5] and prepared[0][-1] == unprepared[0][-1] and len(prepared[0]) == len(unprepared[0])
@@ -82,22 +85,36 @@ def test_a_prepared_call_launches_the_same(name: str, merged: bool, launches: La
     assert len(cache.prepared) == 1
 
 
+def merged_steps(count: int, monkeypatch: pytest.MonkeyPatch, layers: int = 2) -> list[Any]:
+    """Steps of one cache, whose sequences of 21 tokens have two splits each."""
+    monkeypatch.setattr(decode_call, "SMALLEST_SPLIT", 16)
+    monkeypatch.setattr(decode_call, "GROUP_TOKENS", 0)
+    cache, steps = make_cache(pages=80, layers=layers), []
+    for _ in range(count):
+        ids = cache.allocate(3)
+        cache.step(ids, 20)
+        for sequence_id in ids:
+            del cache.sequence(sequence_id).unfinished[0]
+        steps.append(cache.step(ids, 1))
+    return steps
+
+
+def count_allocations(prepared: Any, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The tensors that a prepared call allocates from now on."""
+    allocated: list[torch.Tensor] = []
+    empty = prepared._empty
+    monkeypatch.setattr(prepared, "_empty", lambda *layout: allocated.append(empty(*layout)) or allocated[-1])
+    return allocated
+
+
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_lse_that_the_caller_does_not_use_is_stored_behind_the_partial_results(
     with_lse: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(decode_call, "SMALLEST_SPLIT", 16)
-    monkeypatch.setattr(decode_call, "GROUP_TOKENS", 0)
-    cache, allocated = make_cache(pages=40, layers=2), []
-    ids = cache.allocate(3)
-    cache.step(ids, 20)
-    for sequence_id in ids:
-        del cache.sequence(sequence_id).unfinished[0]
-    step, new = cache.step(ids, 1), tokens(3, 1)
+    (step,), new = merged_steps(1, monkeypatch), tokens(3, 1)
     ls.attention(*new, cache=step, layer=0, kernel="triton")
-    (prepared,) = cache.prepared.values()
-    empty = prepared._empty
-    monkeypatch.setattr(prepared, "_empty", lambda *layout: allocated.append(empty(*layout)) or allocated[-1])
+    (prepared,) = step.cache.prepared.values()
+    allocated = count_allocations(prepared, monkeypatch)
     launches.clear()
     result = ls.attention(*new, cache=step, layer=1, kernel="triton", return_lse=with_lse)
     parts = next(t for t in allocated if t.ndim == 1)
@@ -108,6 +125,58 @@ def test_lse_that_the_caller_does_not_use_is_stored_behind_the_partial_results(
         assert lse_address == result[1].data_ptr() and result[1].shape == (3, 4, 1)
     else:
         assert len(allocated) == 2 and part_lse + 4 * rows * splits <= lse_address <= part_out + 4 * (parts.numel() - rows)
+
+
+class TestScratchMemory:
+    """Memory of partial results, which calls on one stream share."""
+
+    def test_later_calls_on_a_stream_allocate_their_results_alone(self, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+        steps = merged_steps(2, monkeypatch, layers=3)
+        call(steps[0], 0, launches)
+        (prepared,) = steps[0].cache.prepared.values()
+        first = call(steps[0], 1, launches)
+        allocated = count_allocations(prepared, monkeypatch)
+        for step, layer in ((steps[0], 2), (steps[1], 0)):
+            allocated.clear()
+            values = call(step, layer, launches)
+            assert [t.ndim for t in allocated] == [4] and values[1][-2] == allocated[0].data_ptr()
+            assert values[1][:2] == first[1][:2] == values[0][7:9]
+
+    def test_another_stream_has_its_own(self, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+        from longspan._kernels.gpu import prepared_launch
+
+        (step,) = merged_steps(1, monkeypatch, layers=5)
+        call(step, 0, launches)
+        (prepared,) = step.cache.prepared.values()
+        call(step, 1, launches)
+        held, streams = prepared._held, []
+        for layer, stream in ((2, 8), (3, 8), (4, 9)):
+            monkeypatch.setattr(prepared_launch, "ordered_stream", lambda device, stream=stream: stream)
+            assert call(step, layer, launches)[1][0] == prepared._held.memory.data_ptr()
+            streams.append((prepared._held.stream, prepared._held.memory))
+        assert [stream for stream, _ in streams] == [8, 8, 9] and streams[0][1] is streams[1][1]
+        assert len({id(held.memory), *(id(memory) for _, memory in streams)}) == 3
+
+    @pytest.mark.parametrize("why", ["captured", "large"])
+    def test_memory_of_a_graph_and_large_memory_are_not_held(self, why: str, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+        (step,) = merged_steps(1, monkeypatch, layers=4)
+        call(step, 0, launches)
+        (prepared,) = step.cache.prepared.values()
+        if why == "captured":
+            call(step, 1, launches)
+        held = prepared._held
+        if why == "captured":
+            monkeypatch.setattr(cached_prepared, "current_stream_is_captured", lambda: True)
+            monkeypatch.setattr(decode_prepared, "hold_for_graph", lambda launch: None)
+            step.ranges = dataclasses.replace(step.ranges, longest=64)
+        else:
+            monkeypatch.setattr(decode_prepared, "MAX_HELD_BYTES", 64)
+        allocated = count_allocations(prepared, monkeypatch)
+        for layer in (2, 3):
+            allocated.clear()
+            values = call(step, layer, launches)
+            assert sorted(t.ndim for t in allocated) == [1, 4] and prepared._held is held
+            assert values[1][0] in [t.data_ptr() for t in allocated]
 
 
 def _read(cache: Any, step: Any, *, layer: int) -> tuple[int, ...]:
@@ -184,7 +253,7 @@ def test_a_call_like_the_last_one_is_compared_and_needs_no_key(launches: Launche
     step, mask = repeated_step(launches)
     q, k, v = half_tokens()
     with monkeypatch.context() as patch:
-        patch.setattr(cached, "repeated_key", None)
+        patch.setattr(attention, "attend_cached", None)
         launches.clear()
         ls.attention(q, k, v, cache=step, layer=2, kernel="triton", mask=mask)
         same = launches.values[0]
@@ -223,6 +292,51 @@ def test_another_call_than_the_last_one_is_not_taken_for_it(change: dict[str, An
         assert cached_prepared.attend_same(*half_tokens(), CachedCall(step=step, layer=2, mask=mask, kernel="triton")) is None
     step.cache.allocate(30)  # the page table moves
     assert cached_prepared.attend_same(*half_tokens(), CachedCall(step=step, layer=2, mask=mask, kernel="triton")) is None
+
+
+class Intercepting(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def under_vmap(run: Any) -> Any:
+    results = []
+    torch.vmap(lambda x: (results.append(run()), x)[1])(torch.ones(2))
+    return results[0]
+
+
+def under_grad(run: Any) -> Any:
+    results = []
+    torch.func.grad(lambda x: (results.append(run()), x.sum())[1])(torch.ones(2))
+    return results[0]
+
+
+def inside(context: Any) -> Any:
+    def entered(run: Any) -> Any:
+        with context():
+            return run()
+
+    return entered
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        inside(Intercepting), inside(Dispatching), inside(torch.autograd.forward_ad.dual_level), inside(ls.invariant), under_vmap,
+        under_grad, inside(lambda: torch.autocast("cpu")),
+    ],
+    ids=["function mode", "dispatch mode", "forward mode", "invariant", "vmap", "grad", "autocast"],
+)  # fmt: skip
+def test_a_call_that_something_intercepts_is_not_taken_for_the_last_one(way: Any, launches: Launches) -> None:
+    step, mask = repeated_step(launches)
+    new, arguments = half_tokens(), CachedCall(step=step, layer=2, mask=mask, kernel="triton")
+    assert way(lambda: cached_prepared.attend_same(*new, arguments)) is None
+    assert cached_prepared.attend_same(*new, arguments) is not None
 
 
 @pytest.mark.parametrize("kind", ["half", "float32", "needs gradient", "score_mod", "sink", "mask_mod"])

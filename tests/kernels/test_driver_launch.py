@@ -23,7 +23,8 @@ class Driver:
     def __init__(self, kinds: list[str]) -> None:
         self.kinds, self.launches, self.encoded, self.moved, self.status = kinds, [], [], [], 0
 
-    def cuLaunchKernelEx(self, config: int, function: int, params: int, extra: None) -> int:
+    def cuLaunchKernelEx(self, *arguments: Any) -> int:
+        config, function, params = (ctypes.addressof(one._obj) for one in arguments[:3])
         sizes = list((ctypes.c_uint32 * 7).from_address(config))
         stream, attributes, count = (ctypes.c_uint64 * 3).from_address(config + 32)
         pointers = (ctypes.c_uint64 * (len(self.kinds) + 2)).from_address(params)
@@ -51,7 +52,7 @@ class Driver:
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     made = Driver(["*", "i32", "map", "i32", "i32", "i64", "i64", "fp32", "map", "i32", "i32", "i64", "i64", "*"])
     monkeypatch.setattr(launching, "_driver", lambda: made)
-    monkeypatch.setattr(launching, "_replace_address", lambda: lambda *args: made.moved.append(args) or 0)
+    monkeypatch.setattr(launching, "replace_address", lambda: lambda *args: made.moved.append(args) or 0)
     monkeypatch.setattr(launching, "_loaded", lambda compiled, device: 77)
     yield made
 

@@ -39,7 +39,7 @@ class CacheStep:
     ranges: QueryRanges
     ragged: bool
     passed: dict[int, str] = field(default_factory=dict, init=False, repr=False)
-    _used: set[int] = field(default_factory=set, init=False, repr=False)  # layers
+    _used: list[int] = field(default_factory=list, init=False, repr=False)  # layers that were written, ascending
     _derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)  # a few per mask and sequence
     _addresses: tuple[int, int, int] | None = field(default=None, init=False, repr=False)  # that a CUDA graph reads
     _prepared: tuple[int, dict[Hashable, Any]] = field(
@@ -108,10 +108,12 @@ class CacheStep:
         """Raise unless `layer` is the next to be written by this step."""
         if self._checked != self.cache.version:
             self._check_sequences(layer)
-        if layer in self._used:
+        used = self._used
+        if not used or layer > used[-1]:
+            return
+        if layer in used:
             raise RuntimeError(f"cache: layer {layer} of this step was computed before; make a new step with KVCache.step for new tokens")
-        if self._used and layer < max(self._used):
-            raise RuntimeError(f"cache: layers of a step run in ascending order, got layer {layer} after layer {max(self._used)}")
+        raise RuntimeError(f"cache: layers of a step run in ascending order, got layer {layer} after layer {used[-1]}")
 
     def _check_sequences(self, layer: int) -> None:
         """Raise if a sequence was freed or truncated, or if an earlier step has not written this layer."""
@@ -131,12 +133,13 @@ class CacheStep:
 
     def finish_layer(self, layer: int) -> None:
         """Record that a layer was written. After the last layer, the step is finished."""
-        if self.ranges.longest is not None and not self._used:
-            self._addresses = self.cache.addresses
-        self._used.add(layer)
-        if len(self._used) == self.cache.layers:
+        cache, used = self.cache, self._used
+        if not used and self.ranges.longest is not None:
+            self._addresses = cache.addresses
+        used.append(layer)
+        if len(used) == cache.layers:
             for sequence_id in self.ids:
-                self.cache.sequence(sequence_id).unfinished.remove(self)
+                cache.sequence(sequence_id).unfinished.remove(self)
 
 
 def tokens_first(x: Tensor) -> Tensor:

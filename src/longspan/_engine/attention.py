@@ -13,6 +13,7 @@ from longspan._cache.step import CacheStep
 from longspan._comm.agreement import raising_on_all_ranks
 from longspan._engine import eager, ops, selected, selected_mesh, selected_mesh_ops
 from longspan._engine.cached import CachedCall, attend_cached
+from longspan._engine.cached_prepared import attend_same
 from longspan._engine.call_cache import CallEntry, calls, score_key
 from longspan._engine.checks import (
     check_captured,
@@ -127,12 +128,14 @@ def attention(
     if cache is not None:
         if plan is not None:
             raise ValueError("attention: expected either plan=… or cache=…, got both")
-        call = CachedCall(cache, layer, mask, score_mod, scale, sink, kernel, return_lse)
-        out, lse = attend_cached(q, k, v, call)
+        call = cache, layer, mask, score_mod, scale, sink, kernel, return_lse
+        results = attend_same(q, k, v, call)
+        if results is None:
+            results = attend_cached(q, k, v, CachedCall(*call))
         if not return_lse:
-            return out
-        assert lse is not None
-        return out, lse
+            return results[0]
+        assert results[1] is not None
+        return results[0], results[1]
     if layer is not None:
         raise ValueError(f"layer: expected None without cache=…, got {layer}")
     # By position: names take a microsecond more.

@@ -20,7 +20,7 @@ from longspan._cache.step import CacheStep, tokens_first
 from longspan._comm.agreement import raising_on_all_ranks
 from longspan._engine.cached_chunk import Chunk, attend_chunk, first_gathered
 from longspan._engine.cached_mesh import attend_over_mesh
-from longspan._engine.cached_prepared import attend_again, attend_same, prepare, repeated_key, split_kernel
+from longspan._engine.cached_prepared import attend_again, prepare, repeated_key, split_kernel
 from longspan._engine.cached_tokens import StepQueries, StepResults
 from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, reject_transforms
 from longspan._engine.invariant_mode import is_invariant
@@ -59,8 +59,6 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[Te
 
     A call that raises a check's error has written nothing.
     """
-    if (result := attend_same(q, k, v, call)) is not None:
-        return result
     mesh = call.step.cache.mesh if isinstance(call.step, CacheStep) else None
     key = repeated_key(q, k, v, call)
     if key is not None and (result := attend_again(q, k, v, call, key)) is not None:

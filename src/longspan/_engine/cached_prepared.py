@@ -23,11 +23,21 @@ from longspan._masks.algebra import Mask, as_mask
 from longspan._masks.extent import Extent
 from longspan._masks.remembered_mask import remembered_mask
 from longspan._masks.trace_cache import traces
-from longspan._torch_private import nothing_intercepts_calls, tensor_guard, tensors_can_be_guarded
+from longspan._torch_private import (
+    current_stream_is_captured,
+    guarded_calls_are_intercepted,
+    nothing_intercepts_calls,
+    tensor_guard,
+    tensors_can_be_guarded,
+)
 
 if TYPE_CHECKING:
     from longspan._engine.cached import CachedCall
     from longspan._kernels.gpu.split_kernel import SplitKernel
+    from longspan._kernels.triton.decode_prepared import StepDecode
+
+# The fields of a `CachedCall`, or these in a plain tuple: a repeated call does not take the time to make a `CachedCall`.
+CallArguments = tuple[Any, Any, Any, Any, float | None, Tensor | None, str, bool]
 
 MAX_PREPARED = 64  # calls per cache
 _ANY_SIZE = Extent()  # of masks that fit sequences of any length
@@ -46,28 +56,30 @@ class LastCall(NamedTuple):
     kernel: str
     one_tensor: bool
     table_version: int
-    prepared: Any
+    prepared: StepDecode
 
 
-def attend_same(q: Any, k: Any, v: Any, call: CachedCall) -> tuple[Tensor, Tensor | None] | None:
+def attend_same(q: Any, k: Any, v: Any, call: CallArguments) -> tuple[Tensor, Tensor | None] | None:
     """`attend_again` of a call like the step's last one, in another layer: a comparison instead of a key. None if it differs."""
-    step, mask, layer = call.step, call.mask, call.layer
+    step, layer, mask, score_mod, scale, sink, kernel, with_lse = call
     last: LastCall | None = step.last_call if type(step) is CacheStep else None
-    if last is None or mask is not last.mask or call.scale != last.scale or call.kernel != last.kernel:
+    if last is None or score_mod is not None or sink is not None:
         return None
-    if call.score_mod is not None or call.sink is not None or type(layer) is not int or not 0 <= layer < step.cache.layers:
+    guard, last_mask, last_scale, last_kernel, one_tensor, table_version, prepared = last
+    cache = step.cache
+    if mask is not last_mask or scale != last_scale or kernel != last_kernel or table_version != cache.table_version:
         return None
-    if last.table_version != step.cache.table_version or q is k or k is v or q is v:
+    if type(layer) is not int or not 0 <= layer < cache.layers or q is k or k is v or q is v:
         return None
-    if is_invariant() or not nothing_intercepts_calls() or not tensors_can_be_guarded(q, k, v) or not last.guard(q, k, v):
+    if is_invariant() or not tensors_can_be_guarded(q, k, v) or not guard(q, k, v) or guarded_calls_are_intercepted():
         return None
     addresses = q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    if (q_address | k_address | v_address) % ALIGNMENT or (k_address == v_address) != last.one_tensor:
+    if (q_address | k_address | v_address) % ALIGNMENT or (k_address == v_address) != one_tensor:
         return None
-    return _attend(q, addresses, call, last.prepared)
+    return _attend(step, layer, addresses, with_lse, prepared)
 
 
-def _remember(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, prepared: Any) -> None:
+def _remember(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, prepared: StepDecode) -> None:
     """Make a prepared call the step's last one, if `attend_same` may compare calls with it."""
     mask, step = call.mask, call.step
     if (mask is not None and not isinstance(mask, Mask)) or call.score_mod is not None or call.sink is not None:
@@ -159,19 +171,23 @@ def attend_again(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, key: Hashabl
             return None
         prepared = calls[key] = made.at(cache.layer_pages(0), step.ranges)
     _remember(q, k, v, call, prepared)
-    return _attend(q, tuple(x.data_ptr() for x in (q, k, v, call.sink) if x is not None), call, prepared)
+    addresses = tuple(x.data_ptr() for x in (q, k, v, call.sink) if x is not None)
+    return _attend(step, layer, addresses, call.return_lse, prepared)
 
 
-def _attend(q: Tensor, addresses: tuple[int, ...], call: CachedCall, prepared: Any) -> tuple[Tensor, Tensor | None] | None:
+def _attend(
+    step: CacheStep, layer: int, addresses: tuple[int, ...], with_lse: bool, prepared: StepDecode
+) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
     """(out, lse) of a call that is prepared for its step. addresses: of q, k, v and the sink if there is one."""
-    step, layer, captured = call.step, call.layer, _is_captured(q)
+    captured = current_stream_is_captured()
     if captured and step.ranges.longest is None:
         return None  # the call's checks raise
     step.check_layer(layer)
-    result = prepared(step.cache.layer_addresses(layer), addresses, with_lse=call.return_lse, captured=captured)
+    run, of_step = prepared
+    result = run(of_step, step.cache.layer_addresses(layer), addresses, with_lse, captured)
     if result is not None:
         step.finish_layer(layer)
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, work: PagedWork, key: Hashable) -> None:

@@ -29,7 +29,15 @@ from longspan._engine.values import PLAIN, CallOptions, CallTensors
 from longspan._kernels.protocol import ALIGNMENT
 from longspan._masks.algebra import Full, Mask
 from longspan._masks.remembered_mask import remembered_mask
-from longspan._torch_private import is_transformed_tensor, nothing_intercepts_calls, tensor_guard, tensors_can_be_guarded
+from longspan._torch_private import (
+    deterministic_algorithms,
+    deterministic_algorithms_warn_only,
+    guarded_calls_are_intercepted,
+    is_transformed_tensor,
+    nothing_intercepts_calls,
+    tensor_guard,
+    tensors_can_be_guarded,
+)
 
 _RECENT_LAYOUTS = 4  # of calls with the same mask, scale and kernel
 _KERNELS = frozenset(("auto", "hopper", "triton", "cpu"))  # the others depend on more settings, or do not use the operator
@@ -116,7 +124,7 @@ class CallCache:
             return None
         for recent in recents:
             if recent.guard(q, k, v) and recent.owner() is owner and recent.settings == _settings(q):
-                plain = nothing_intercepts_calls() and not is_invariant()
+                plain = not guarded_calls_are_intercepted() and not is_invariant()
                 return recent.entry() if plain and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT else None
         return None
 
@@ -195,7 +203,7 @@ class CallCache:
 
 def _settings(q: Tensor) -> Hashable:
     """Settings of torch that a result or a choice of kernel depends on."""
-    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic = deterministic_algorithms(), deterministic_algorithms_warn_only()
     return (*deterministic, torch.backends.cuda.matmul.fp32_precision) if q.dtype == torch.float32 else deterministic
 
 

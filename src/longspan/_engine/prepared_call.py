@@ -20,7 +20,7 @@ from longspan._engine.streams import is_captured
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors, InputGrads
 from longspan._kernels.protocol import MISALIGNED, AttentionInputs, BackwardInputs, Kernel, PreparedBackward, PreparesCalls, Work
 from longspan._torch_modes import without_user_defaults
-from longspan._torch_private import is_batched_gradient, tensor_guard
+from longspan._torch_private import deterministic_algorithms, deterministic_algorithms_warn_only, is_batched_gradient, tensor_guard
 
 _MAX_BACKWARDS = 8  # layouts of the gradient of out, and settings, for which a backward pass is prepared
 
@@ -220,4 +220,4 @@ def _backward_key(
 
 def _deterministic() -> tuple[bool, bool]:
     """Torch's settings of deterministic algorithms."""
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return deterministic_algorithms(), deterministic_algorithms_warn_only()

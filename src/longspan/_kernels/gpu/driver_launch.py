@@ -22,7 +22,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from threading import Lock
 from typing import Any
 
@@ -35,9 +35,9 @@ _FORMATS = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
     "fp32": "f", "f32": "f", "fp64": "d",
 }  # fmt: skip
-_TENSOR_MAP_BYTES = 128
-_ALIGNMENT = 128  # of the argument block and of TMA descriptors; the driver asks for 64
-_STREAM = 32  # offset of CUlaunchConfig.hStream
+TENSOR_MAP_BYTES = 128
+ALIGNMENT = 128  # of the argument block and of TMA descriptors; the driver asks for 64
+STREAM, CONFIG_BYTES = 32, 56  # offset of CUlaunchConfig.hStream, size of a CUlaunchConfig
 _DEPENDENT_LAUNCH = struct.pack("<IIi60x", 6, 0, 1)  # CUlaunchAttribute: programmatic stream serialization, allowed
 _INVALID_CONTEXT = 201
 # Triton numbers the element types of TMA descriptors as the device does; the host's numbers of the floating-point types differ.
@@ -49,7 +49,6 @@ def _driver() -> ctypes.CDLL:
     """The CUDA driver's library with the argument types of the functions that are used here. OSError if there is no driver."""
     library = ctypes.CDLL("libcuda.so.1")
     pointer, number = ctypes.c_void_p, ctypes.c_uint
-    library.cuLaunchKernelEx.argtypes = [pointer, pointer, pointer, pointer]
     library.cuTensorMapEncodeTiled.argtypes = [pointer, number, number, pointer, pointer, pointer, pointer, pointer, *[number] * 4]
     library.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
     library.cuMemsetD32Async.argtypes = [ctypes.c_uint64, number, ctypes.c_size_t, pointer]
@@ -57,7 +56,7 @@ def _driver() -> ctypes.CDLL:
 
 
 @cache
-def _replace_address() -> Callable[[int, int | float], int]:
+def replace_address() -> Callable[[int, int | float], int]:
     """`cuTensorMapReplaceAddress`, which writes to host memory only: it is called without releasing Python's lock."""
     function = ctypes.PyDLL("libcuda.so.1").cuTensorMapReplaceAddress
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
@@ -78,7 +77,7 @@ class Parameter:
 
     @property
     def bytes(self) -> int:
-        return _TENSOR_MAP_BYTES if self.descriptor is not None else 8 if self.kind[0] == "*" else struct.calcsize(_FORMATS[self.kind])
+        return TENSOR_MAP_BYTES if self.descriptor is not None else 8 if self.kind[0] == "*" else struct.calcsize(_FORMATS[self.kind])
 
 
 def parameters(compiled: Any, arguments: Sequence[Any], varying: Sequence[bool]) -> list[Parameter]:
@@ -104,6 +103,10 @@ class DriverLaunch:
     """One kernel with its grid and an argument block in host memory. Thread-safe: the block is shared.
 
     The block: CUlaunchConfig, the varying values in order, the constants, the TMA descriptors.
+
+    Attributes:
+        config, function, pointers: Addresses of the CUlaunchConfig and of the kernel, and the addresses of its parameters.
+        varying: Of each varying value, its format and the index of its parameter.
     """
 
     def __init__(self, compiled: Any, function: int, params: Sequence[Parameter], *, ctas: int, device: int) -> None:
@@ -111,46 +114,64 @@ class DriverLaunch:
         maps = [p for p in params if p.descriptor is not None]
         values = struct.Struct("<QQQ" + "".join(map(_format, varying)))  # the stream, address and number of launch attributes, the values
         fixed = struct.Struct("<" + "".join(map(_format, constants)) + "QQ")  # two null scratch pointers
-        first_map = -(-(_STREAM + values.size + fixed.size) // _ALIGNMENT) * _ALIGNMENT
-        self._memory = ctypes.create_string_buffer(first_map + len(maps) * _TENSOR_MAP_BYTES + _ALIGNMENT)
-        shift = -ctypes.addressof(self._memory) % _ALIGNMENT
+        first_map = -(-(STREAM + values.size + fixed.size) // ALIGNMENT) * ALIGNMENT
+        self._memory = ctypes.create_string_buffer(first_map + len(maps) * TENSOR_MAP_BYTES + ALIGNMENT)
+        shift = -ctypes.addressof(self._memory) % ALIGNMENT
         self._block, base = memoryview(self._memory)[shift:], ctypes.addressof(self._memory) + shift
         meta = compiled.metadata
         struct.pack_into("<7I", self._block, 0, ctas, 1, 1, 32 * meta.num_warps, 1, 1, meta.shared)
-        fixed.pack_into(self._block, _STREAM + values.size, *(_number(p.value) for p in constants), 0, 0)
-        addresses, end = {}, base + _STREAM + 24
+        fixed.pack_into(self._block, STREAM + values.size, *(_number(p.value) for p in constants), 0, 0)
+        addresses, end = {}, base + STREAM + 24
         for p in (*varying, *constants):
             addresses[id(p)], end = end, end + struct.calcsize("<" + _format(p))
         self._maps: list[list[int]] = []  # [index among the varying values, address of the descriptor, its present base address]
         for i, p in enumerate(maps):
-            addresses[id(p)] = base + first_map + i * _TENSOR_MAP_BYTES
+            addresses[id(p)] = base + first_map + i * TENSOR_MAP_BYTES
             _encode(addresses[id(p)], p.value, p.descriptor)
             if p.varies:
                 index = next(j for j, other in enumerate(varying) if other is p)
                 self._maps.append([index, addresses[id(p)], p.value.base.data_ptr()])
         pointers = [*(addresses[id(p)] for p in params), end, end + 8]
-        self._pointers = (ctypes.c_void_p * len(pointers))(*pointers)
+        self.pointers = (ctypes.c_void_p * len(pointers))(*pointers)
+        self.varying = [(_format(p), i) for i, p in enumerate(params) if p.varies]
         self._attribute = ctypes.create_string_buffer(_DEPENDENT_LAUNCH, len(_DEPENDENT_LAUNCH)) if meta.launch_pdl else None
         self._attributes = (0, 0) if self._attribute is None else (ctypes.addressof(self._attribute), 1)
-        self._pack, self._lock, self._device = values.pack_into, Lock(), device
-        self._launch, self._replace = _driver().cuLaunchKernelEx, _replace_address()
-        self._config, self._params, self._function = base, ctypes.addressof(self._pointers), function
+        struct.pack_into("<QQ", self._block, STREAM + 8, *self._attributes)
+        self._pack, self._lock, self.device = values.pack_into, Lock(), device
+        self.config, self.function, self._replace = base, function, replace_address()
+        self._launch = launcher(base, function, self.pointers)
 
     def __call__(self, stream: int, values: Sequence[int | float]) -> None:
         """Launch on a stream of the device, which is current. values: of the varying parameters in order, tensors as addresses."""
         with self._lock:
-            self._pack(self._block, _STREAM, stream, *self._attributes, *values)
+            self._pack(self._block, STREAM, stream, *self._attributes, *values)
             for entry in self._maps:
                 index, descriptor, address = entry
                 if values[index] != address:
-                    _check(self._replace(descriptor, values[index]))
+                    check(self._replace(descriptor, values[index]))
                     entry[2] = values[index]  # type: ignore[assignment]
-            status = self._launch(self._config, self._function, self._params, None)
-            if status == _INVALID_CONTEXT:  # in a thread that has not used CUDA yet
-                _make_context_current(self._device)
-                status = self._launch(self._config, self._function, self._params, None)
-        if status:
-            _check(status)
+            status = self._launch()
+            if status:
+                launch_again(self._launch, status, self.device)
+
+    def copied_maps(self) -> list[tuple[int, bytes, int]]:
+        """Of each TMA descriptor that varies: its index among the varying values, its bytes and its base address."""
+        with self._lock:
+            return [(index, ctypes.string_at(descriptor, TENSOR_MAP_BYTES), base) for index, descriptor, base in self._maps]
+
+
+def launcher(config: int, function: int, pointers: ctypes.Array[ctypes.c_void_p]) -> Callable[[], int]:
+    """`cuLaunchKernelEx` of one configuration. Its arguments are made once: from integers, ctypes would make them at each call."""
+    addresses = config, function, ctypes.addressof(pointers)
+    return partial(_driver().cuLaunchKernelEx, *(ctypes.byref(ctypes.c_char.from_address(address)) for address in addresses), None)
+
+
+def launch_again(launch: Callable[[], int], status: int, device: int) -> None:
+    """Handle a launch that returned a status other than 0: in a thread that has not used CUDA yet, launch again. Else raise."""
+    if status == _INVALID_CONTEXT:
+        _make_context_current(device)
+        status = launch()
+    check(status)
 
 
 def fill_with_zeros(address: int, words: int, stream: int, device: int) -> None:
@@ -161,7 +182,7 @@ def fill_with_zeros(address: int, words: int, stream: int, device: int) -> None:
         _make_context_current(device)
         status = fill(address, 0, words, stream)
     if status:
-        _check(status)
+        check(status)
 
 
 def driver_launch(
@@ -191,8 +212,12 @@ def _loaded(compiled: Any, device: int) -> int:
 
 def hooks_are_set() -> bool:
     """Whether a profiler wants to see launches."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook  # chains of hooks; None or functions if a tool set them
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    try:
+        return bool(enter.calls or leave.calls)
+    except AttributeError:  # a tool has replaced a chain of hooks by None or a function
+        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _driver_agrees(function: int, sizes: Sequence[int]) -> bool:
@@ -226,7 +251,7 @@ def _encode(address: int, descriptor: Any, box: dict[str, Any] | None) -> None:
     u64, u32 = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
     padding = 1 if descriptor.padding == "nan" else 0
     # Innermost dim first; its stride, 1, is not passed. No interleaving, L2 promotion to 128 bytes as Triton has it.
-    _check(_driver().cuTensorMapEncodeTiled(
+    check(_driver().cuTensorMapEncodeTiled(
         address, _HOST_ELEMENT_TYPES.get(kind, kind), rank, descriptor.base.data_ptr(), u64(*shape),
         u64(*(s * size for s in strides[1:])), u32(*block), u32(*[1] * rank), 0, box["swizzle"], 2, padding,
     ))  # fmt: skip
@@ -234,12 +259,12 @@ def _encode(address: int, descriptor: Any, box: dict[str, Any] | None) -> None:
 
 def _make_context_current(device: int) -> None:
     handle, context, driver = ctypes.c_int(), ctypes.c_void_p(), _driver()
-    _check(driver.cuDeviceGet(ctypes.byref(handle), device))
-    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))
-    _check(driver.cuCtxSetCurrent(context))
+    check(driver.cuDeviceGet(ctypes.byref(handle), device))
+    check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))
+    check(driver.cuCtxSetCurrent(context))
 
 
-def _check(status: int) -> None:
+def check(status: int) -> None:
     if status != 0:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(status, ctypes.byref(text))

@@ -213,7 +213,10 @@ def direct_stream(device: int) -> int | None:
 
     The stream waits for block tables that other streams upload.
     """
-    return None if current_cuda_device() != device else unhooked_stream(device)
+    if current_cuda_device() != device:
+        return None
+    stream = ordered_stream(device)
+    return None if hooks_are_set() else stream
 
 
 def unhooked_stream(device: int) -> int | None:

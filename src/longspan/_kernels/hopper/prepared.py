@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from operator import itemgetter, mul
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.buffers import empty_grads, empty_state, prefill
 from longspan._kernels.gpu.driver_launch import fill_with_zeros
 from longspan._kernels.gpu.launch_call import Pass
+from longspan._kernels.gpu.launch_sequence import LaunchAll, launch_sequence
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, unhooked_stream
 from longspan._kernels.gpu.row_terms import empty_padded_rows
 from longspan._kernels.gpu.workspace import take_flag, take_zeros
@@ -48,7 +49,7 @@ class PreparedPass:
     """
 
     launch: PreparedLaunch
-    pick: Callable[[Sequence[int]], tuple[int, ...]]
+    pick: Callable[[Sequence[Any]], tuple[Any, ...]]
     captured: tuple[int, ...]
     mask_captured: tuple[Tensor, ...]
     numbers: tuple[float, int, int]
@@ -186,12 +187,54 @@ class HopperForward(OnDevice):
         return out, lse
 
 
+_ROLES = "q", "k", "v", "grad_out", "norm", "delta", "dq", "to_dk", "to_dv", "total", "flag"  # of a `HopperBackward`
+
+
+class _BackwardLaunches(NamedTuple):
+    """The launches of a `HopperBackward`."""
+
+    row_terms: PreparedLaunch
+    dq: PreparedPass | None
+    dkdv: PreparedPass
+    rounding: PreparedLaunch | None
+    parts: bool
+    isolated: bool
+
+    def sequence(self, *, scores: int, grads: int) -> LaunchAll | None:
+        """The launches by the values of `HopperBackward.run`; None if a launch needs a workspace besides an item counter.
+
+        scores, grads: number of tensors that the score program captures, and of their gradients.
+        """
+        row_terms, dq, dkdv, rounding, parts, isolated = self
+        if not dkdv.takes_counter or (dq is not None and not dq.takes_counter):
+            return None
+        masks, of_scores, of_grads = ([f"{kind}{i}" for i in range(n)] for kind, n in zip("msg", (len(dkdv.captured), scores, grads)))
+        programs, numbers = (*(masks or ["q"]), *(of_scores or ["q"])), ("scale", "first_b", "first_h")
+        of_rows = ["out", "grad_out", "lse", "norm", "delta", *(["total"] if dq is None else []), "counters"]
+        if isolated:
+            of_rows = ["q", *of_rows, *([] if dq is None else ["k", "v"]), "flag"]
+        launches, values = [row_terms], [of_rows]
+        if dq is not None:
+            launches.append(dq.launch)
+            values.append([*dq.pick(_ROLES), "counters", *programs, *(of_grads or ["norm"]), *numbers])
+        launches.append(dkdv.launch)
+        values.append([*dkdv.pick(_ROLES), "next_counters", *programs, *numbers])
+        if rounding is not None:
+            launches.append(rounding)
+            rounded = ["total", "dq"] if dq is None else []
+            values.append([*rounded, *(["to_dk", "dk", "to_dv", "dv"] if parts else []), "rounding_scale"])
+        order = *_ROLES, "out", "lse", "counters", "next_counters", "dk", "dv", *of_scores, *of_grads, *masks
+        order = *order, *(() if rounding is None else ("rounding_scale",)), *numbers
+        return launch_sequence(launches, [[order.index(name) for name in names] for names in values])
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HopperBackward(OnDevice):
     """A prepared backward pass: row terms, dQ (if `dq` is not None), dK and dV with or without dQ, rounding.
 
     Roles: q, k, v, grad_out, norm, delta, dq, dk, dv, total, flag. total: dQ in float32, where dK and dV are computed with it. flag: of
     `hopper.isolation`, if `isolated`.
+    `sequence`: all launches, if each takes its item counter from the workspace. `last_values`: of the sequence, the same in all calls.
     `starts`: offsets in bytes of norm, delta, total, the parts of dK and of dV and the item counters in the workspace. `parts`: whether the
     kernel computes parts of dK and dV. `empty_dq`, `empty_dk`, `empty_dv`: make the gradients. `empty_captured`: the same for each tensor
     that the score program captures, None for one that gets no gradient.
@@ -210,6 +253,8 @@ class HopperBackward(OnDevice):
     parts: bool
     isolated: bool
     empty_captured: tuple[Callable[[], Tensor] | None, ...]
+    sequence: LaunchAll | None
+    last_values: tuple[int | float, ...]
 
     @classmethod
     def of(cls, tensors: BackwardInputs, work: Work, *, one_pass: bool, ordered: bool) -> HopperBackward | None:
@@ -240,6 +285,7 @@ class HopperBackward(OnDevice):
         rounding = call.rounding(round_tensors(total, grads, (dk, dv), parts), parts) if one_pass or parts > 1 else None
         if not all(p is None or p.is_compiled for p in (row_terms, None if dq is None else dq.launch, dkdv.launch, rounding)):
             return None
+        launches = _BackwardLaunches(row_terms, dq, dkdv, rounding, parts > 1, isolated)
         row_terms_size = q.shape[0] * q.shape[1] * norm.stride(1)
         sizes = row_terms_size, row_terms_size, q.numel() * one_pass, dk.numel() * (parts > 1), dv.numel() * (parts > 1), 8
         a, b, c, d, e, f, floats = accumulate((-(-n // _ROW_ALIGNMENT) * _ROW_ALIGNMENT for n in sizes), initial=0)
@@ -253,6 +299,8 @@ class HopperBackward(OnDevice):
                 contiguous_allocator(c.shape, torch.float32, c.device) if n else None
                 for c, n in zip(work.score_captured, tensors.needs, strict=True)
             ),
+            sequence=launches.sequence(scores=len(work.score_captured), grads=sum(tensors.needs)),
+            last_values=(*dkdv.captured, *(() if rounding is None else (call.rounding_scale,)), *dkdv.numbers),
         )  # fmt: skip
 
     def run(
@@ -278,6 +326,11 @@ class HopperBackward(OnDevice):
             flag, _pool = take_flag(self.row_terms.device, stream)
             of_rows = (q_at, *of_rows, flag) if self.dq is None else (q_at, *of_rows, k_at, v_at, flag)
         addresses = q_at, k_at, v_at, do_at, norm, delta, dq_at, to_dk, to_dv, total, flag
+        if stream is not None and self.sequence is not None:
+            rest = out.data_ptr(), lse.data_ptr(), counters, counters + 16, dk_at, dv_at
+            grads_at = [g.data_ptr() for g in captured if g is not None]
+            self.sequence(stream, (*addresses, *rest, *score_at, *grads_at, *self.last_values))
+            return dq, dk, dv, captured
         launch_prepared(self.row_terms, stream, of_rows)
         if self.dq is not None:
             self.dq(stream, addresses, score_at, [g.data_ptr() for g in captured if g is not None] or (norm,), counters)

@@ -19,7 +19,6 @@ from longspan._kernels.gpu.limits import MAX_HEAD_DIM
 from longspan._kernels.gpu.lookup_bounds import stays_inside
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, hold_for_graph, layouts
 from longspan._kernels.gpu.split_kernel import SplitKernel
-from longspan._kernels.gpu.uploads import note_upload
 from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork, QueryRanges
 from longspan._kernels.protocol import like_query
 from longspan._kernels.triton.decode import decode_kernel, write_kernel
@@ -180,11 +179,12 @@ def attend_contiguous(q: Tensor, k: Tensor, v: Tensor, work: PagedWork) -> tuple
     """(out, lse) of queries q [B, H, Q, D] at positions 0, 1, … over k [B, G, K, D] and v [B, G, K, E]."""
     k, v = computable(k), computable(v)
     out, lse = empty_results(q, v.shape[-1])
-    _contiguous_launch(q, k, v, work, (out, lse)).run()
+    contiguous_launch(q, k, v, work, (out, lse)).run()
     return out.to(q.dtype), lse
 
 
-def _contiguous_launch(q: Tensor, k: Tensor, v: Tensor, work: PagedWork, results: tuple[Tensor, Tensor]) -> DecodeLaunch:
+def contiguous_launch(q: Tensor, k: Tensor, v: Tensor, work: PagedWork, results: tuple[Tensor, Tensor]) -> DecodeLaunch:
+    """The launches of `attend_contiguous` that fill out and lse."""
     rows = tile_rows(q.shape[2] * (q.shape[1] // k.shape[1]), v.shape[-1], q.dtype)
     rule = split_rule(k.shape[1], shared=False)
     split = rule.counts([k.shape[2]])
@@ -210,27 +210,6 @@ def _takes_groups(q: Tensor, kv_heads: int, rows: int, dim: int, queries: int, s
     """
     tiles = -(-queries * (q.shape[1] // kv_heads) // rows) * kv_heads
     return rows * launch.padded(dim) <= GROUPED_RESULTS and split.groups_fill(tiles, sm_count(q.device), needed)
-
-
-class DecodeForward:
-    """`attend_contiguous` of a call that repeats (`PreparedForward`)."""
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, work: PagedWork) -> None:
-        made = _contiguous_launch(q, k, v, work, empty_results(q, v.shape[-1]))
-        # Holds the mask's captured tensors and no other tensor of the caller: an empty list is packed as (q,) at each call.
-        self._mask_captured = made.per_call["mask_captured"] if work.mask_captured else None
-        for packed, given in zip(self._mask_captured or (), work.mask_captured, strict=True):
-            if packed.data_ptr() != given.data_ptr():
-                note_upload(packed)  # a contiguous copy, made on the current stream
-        self._launch = made._replace(tensors=dict.fromkeys(made.tensors), per_call={"scale": made.per_call["scale"]})
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, score_captured: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        out, lse = empty_results(q, v.shape[-1])
-        tensors = {**self._launch.tensors, "q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": out, "lse_ptr": lse}
-        mask_captured = launch.pack_captured((), q) if self._mask_captured is None else self._mask_captured
-        per_call = {**self._launch.per_call, "mask_captured": mask_captured, "score_captured": launch.pack_captured(score_captured, q)}
-        self._launch._replace(tensors=tensors, per_call=per_call).run()
-        return out, lse
 
 
 def empty_results(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -259,6 +238,11 @@ class Launches(NamedTuple):
     def flags(self) -> int:
         """Number of flags: two for each CTA."""
         return 0 if self.repair is None else 2 * self.decode.ctas
+
+    @property
+    def counters(self) -> int:
+        """Number of tiles whose partial results `decode` counts, to merge them."""
+        return 0 if self.decode.workspace is None else self.decode.workspace.zeros[0]
 
 
 class DecodeLaunch(NamedTuple):

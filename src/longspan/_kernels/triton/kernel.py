@@ -23,7 +23,8 @@ from longspan._kernels.gpu.selected_tables import tile_of, tiled_work
 from longspan._kernels.paged import PagedWork
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Capabilities, Grads, Selection, State, Work
 from longspan._kernels.triton.config import FINE, Config, prefers_fine_tables
-from longspan._kernels.triton.decode_call import DecodeForward, attend_contiguous
+from longspan._kernels.triton.decode_call import attend_contiguous
+from longspan._kernels.triton.decode_prepared import DecodeForward
 from longspan._kernels.triton.gathered_call import GatheredCall, GatheredKeys, gathered_work
 from longspan._kernels.triton.passes import RowTerms, TritonCall
 from longspan._masks.block_table import BLOCK_SIZE, BlockTable
