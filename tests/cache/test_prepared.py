@@ -85,6 +85,28 @@ def test_a_prepared_call_launches_the_same(name: str, merged: bool, launches: La
     assert len(cache.prepared) == 1
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_prepared_launch_that_merges_its_tiles_has_the_same_values(
+    name: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its counters are zeros in the scratch memory of the call, of two sequences and two KV heads."""
+    monkeypatch.setattr(decode_call, "sm_count", lambda device: 132)
+    (step,) = merged_steps(1, monkeypatch, layers=3)
+    options = {key: x for key, x in OPTIONS[name].items() if key != "count"}
+    call(step, 0, launches, **options)
+    (prepared,) = call(step, 1, launches, **options)
+    (made,) = step.cache.prepared.values()
+    names = decode_prepared._scratch_names(made._launches)
+    assert launches.names == ["decode_kernel"] and names == ("part_out", "part_lse", "counters")
+    held = made._held.memory
+    counters = held.view(torch.int32)[made._offsets[2] // 4 :]
+    assert prepared[-4] == counters.data_ptr() and not counters[: made._counters].any() and made._counters == 6
+    step._used.remove(1)
+    (unprepared,) = call_unprepared(step, 1, launches, **options)
+    assert prepared[1:5] == unprepared[1:5] and prepared[-1] == unprepared[-1] and len(prepared) == len(unprepared)
+    assert [x - held.data_ptr() for x in prepared[7:9]] == made._offsets[:2]
+
+
 def merged_steps(count: int, monkeypatch: pytest.MonkeyPatch, layers: int = 2) -> list[Any]:
     """Steps of one cache, whose sequences of 21 tokens have two splits each."""
     monkeypatch.setattr(decode_call, "SMALLEST_SPLIT", 16)

@@ -79,6 +79,24 @@ def test_a_prepared_call_launches_the_same(kind: str, keys: int, launches: Launc
         assert decode[3:5] == results
 
 
+@pytest.mark.parametrize("kind", ["plain", "mask", "score"])
+def test_a_prepared_call_that_merges_its_tiles_launches_the_same(kind: str, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_call, "sm_count", lambda device: 132)
+    work, (q, k, v) = work_of(kind), qkv(60)
+    made = repeated(work, 60)
+    launches.clear()
+    made._run(q, k, v, work.score_captured)
+    (unprepared,) = launches.values
+    launches.clear()
+    out, lse = made(q, k, v, work.score_captured)
+    assert launches.names == ["decode_kernel"]
+    (values,) = launches.values
+    assert values[:3] == (q.data_ptr(), k.data_ptr(), v.data_ptr()) and values[5:7] == (out.data_ptr(), lse.data_ptr())
+    assert values[8:] == unprepared[8:] and made._held is not None
+    counters = made._held.memory.view(torch.int32)[made._offsets[2] // 4 :]
+    assert values[7] == counters.data_ptr() and not counters[: made._counters].any() and made._counters == 4
+
+
 def test_tensors_of_a_score_mod_are_those_of_the_call(launches: Launches) -> None:
     made, (q, k, v), other = repeated(work_of("score")), qkv(), torch.zeros(4)
     launches.clear()
