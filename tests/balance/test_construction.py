@@ -303,3 +303,39 @@ def test_the_more_ranks_the_fewer_constructions(units: int, ranks: int, variants
     unit = torch.arange(units)
     made = Demand(length=units, unit=1, work=unit.double() + 1, ptr=torch.arange(units + 1), first=torch.zeros_like(unit), last=unit)
     assert len(candidates(made, ranks)) == 3 and tried == [variant for variant in range(variants) for _ in search.AIMS]
+
+
+@pytest.mark.parametrize(("share", "constructs"), [(0.999, True), (1.0, False), (1.001, False)])
+def test_a_contiguous_layout_at_the_limit_is_balanced(share: float, constructs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, asked = random_demand(random.Random(8))[0], []
+    contiguous = candidates(made, 4)[0].evaluation.imbalance
+    monkeypatch.setattr(_Search, "_construct", lambda self, structure: asked.append(structure))
+    assert contiguous > 1.1
+    candidates(made, 4, limit=share * contiguous)
+    assert len(asked) == constructs
+
+
+@pytest.mark.parametrize(("ranks", "starts", "rounds"), [(32, 2, [24, 24]), (33, 1, [48])])
+def test_swaps_are_shared_by_the_layouts_that_they_improve(
+    ranks: int, starts: int, rounds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One causal document, whose contiguous layout is far from balanced: the best constructions are improved."""
+    asked: list[int] = []
+    monkeypatch.setattr(Swapper, "improve", lambda self, rounds: asked.append(rounds) or torch.tensor(self.owner.tolist()))
+    unit = torch.arange(99)
+    made = Demand(length=99, unit=1, work=unit.double() + 1, ptr=torch.arange(100), first=torch.zeros_like(unit), last=unit)
+    assert candidates(made, ranks)[-1].name == "constructed" and len(asked) == starts and asked == rounds
+
+
+@pytest.mark.parametrize(("share", "improves"), [(0.999, True), (1.0, False)])
+def test_constructions_with_no_less_traffic_are_improved_only_beyond_the_limit(
+    share: float, improves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, unit = [], torch.arange(23)
+    made = Demand(length=23, unit=1, work=unit.double() ** 2 + 1, ptr=torch.arange(24), first=torch.zeros_like(unit), last=unit)
+    head_tail = candidates(made, 3)[1]
+    monkeypatch.setattr(search, "round_robin_owner", lambda work, ranks, short_last: head_tail.owner)
+    monkeypatch.setattr(search, "lead_and_fill", lambda structure, counts, slack, variant: (head_tail.owner, True))
+    monkeypatch.setattr(_Search, "_improve", lambda self, structure, starts: asked.append(starts))
+    candidates(made, 3, limit=share * head_tail.evaluation.imbalance)
+    assert len(asked) == improves
