@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,13 +126,13 @@ def test_masks_take_as_many_values_as_they_have(tmp_path: Path) -> None:
             parse.mask(f"documents({tmp_path}/lengths.txt)", 12)
 
 
-def request(gpus: int, heads: int, kv_heads: int, degree: int | None = None) -> Request:
+def request(gpus: int, heads: int, kv_heads: int, degree: int | None = None, node: int = 8) -> Request:
     return Request(
         mask=ls.causal(),
         tokens=4096,
         gpus=gpus,
         shape=Shape(heads=heads, kv_heads=kv_heads),
-        cluster=cluster("h200"),
+        cluster=replace(cluster("h200"), gpus_per_node=node),
         conditions=Conditions(),
         degree=degree,
     )
@@ -140,6 +141,7 @@ def request(gpus: int, heads: int, kv_heads: int, degree: int | None = None) -> 
 def test_degrees_are_powers_of_two_of_up_to_two_nodes_that_divide_devices_and_heads() -> None:
     assert _degrees(request(64, 32, 32), "auto") == [1, 8, 16] and _degrees(request(64, 32, 32), "ulysses_ring") == [2, 4, 8, 16]
     assert _degrees(request(24, 32, 8), "auto") == [1, 4, 8] and _degrees(request(4, 32, 8), "auto") == [1, 2]
+    assert _degrees(request(96, 32, 32, node=6), "ulysses_ring") == [2, 4, 8] and _degrees(request(96, 32, 32, node=2), "auto") == [1, 2, 4]
     assert _degrees(request(8, 6, 2), "ulysses_exchange") == [2] and _degrees(request(8, 6, 2), "ring") == [1]
     assert _degrees(request(12, 12, 12), "ulysses") == [12] and _degrees(request(12, 12, 12, 3), "ring") == [3]
     assert request(8, 6, 2).heads == "6/2"

@@ -145,3 +145,13 @@ def test_the_loss_of_evaluation_is_a_mean_over_samples() -> None:
     for value in (2.0, 5.0, 4.0, 9.0):
         assert made.prediction_step(None, value, True) == (torch.tensor(value), None, None)
     assert made._loss_sum.tolist() == [3 * 2.0 + 4.0, 4.0]
+
+
+def test_the_loss_of_evaluation_is_summed_in_float64() -> None:
+    made, loss = stand_in(), torch.tensor(0.1)
+    made._batch_weights, made._loss_sum = iter([3, 7]), torch.zeros(2, dtype=torch.float64)
+    made.compute_loss_context_manager, made._prepare_inputs = warnings.catch_warnings, lambda inputs: inputs
+    made.compute_loss = lambda model, inputs: loss
+    for _ in range(2):
+        made.prediction_step(None, None, True)
+    assert made._loss_sum.tolist() == [3 * float(loss) + 7 * float(loss), 10.0]
