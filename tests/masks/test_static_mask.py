@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import longspan as ls
-from longspan._masks.block_table import PARTIAL
+from longspan._masks.block_table import FULL, PARTIAL
 from longspan._masks.static_table import StaticTable, with_every_row_busy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,8 +81,24 @@ def test_rows_without_tiles_get_one_that_the_mask_hides() -> None:
     table = packed([400], padding=300).block_table(LENGTH)
     busy = with_every_row_busy(table)
     assert table.tiles_per_row.tolist() == [1, 0, 0, 0] and busy.tiles_per_row.tolist() == [1, 1, 1, 1]
-    assert busy.kind.tolist() == [PARTIAL] * 4 and busy.first.tolist() == [0, 1, 2, 3]
+    assert busy.kind.tolist() == [PARTIAL] * 4 and busy.first.tolist() == busy.last.tolist() == [0, 1, 2, 3]
+    for name in ("ptr", "first", "last", "kind"):
+        assert getattr(busy, name).dtype == getattr(table, name).dtype, name
     assert with_every_row_busy(busy) is busy
+
+
+def test_the_tile_of_an_empty_row_is_at_its_own_position() -> None:
+    """Rows of 128 queries over KV tiles of 64 tokens, in two heads; the tiles of other rows stay."""
+    mask = ls.mask_mod(lambda b, h, q, kv: (q // 128 == 1 + h) & (kv < 100))
+    table = mask.block_table(500, 300, block=(128, 64), heads=2)
+    busy = with_every_row_busy(table)
+    runs = list(zip(busy.first.tolist(), busy.last.tolist(), busy.kind.tolist()))
+    assert table.tiles_per_row.tolist() == [0, 2, 0, 0, 0, 0, 2, 0] and busy.tiles_per_row.tolist() == [1, 2, 1, 1, 1, 1, 2, 1]
+    rows = [runs[a:b] for a, b in itertools.pairwise(busy.ptr.tolist())]
+    own = [[(at, at, PARTIAL)] for at in (0, 2, 4, 4)]
+    seen = [(0, 0, FULL), (1, 1, PARTIAL)]
+    assert rows == [own[0], seen, own[2], own[3], own[0], own[1], seen, own[3]]
+    assert with_every_row_busy(ls.full().block_table(5, 0)).rows == 1
 
 
 def test_a_mask_of_another_form_raises_and_changes_nothing() -> None:

@@ -91,8 +91,8 @@ def with_every_row_busy(table: BlockTable) -> BlockTable:
     idle = (table.ptr.diff() == 0).nonzero()[:, 0]
     if not len(idle) or not table.kv_tiles:
         return table
-    own_tile = (idle % table.q_tiles * table.block[0] // table.block[1]).clamp(max=table.kv_tiles - 1).int()
-    row = torch.cat([torch.repeat_interleave(torch.arange(table.rows), table.ptr.diff().long()), idle])
+    own_tile = (idle % table.q_tiles * table.block[0] // table.block[1]).clamp(max=table.kv_tiles - 1)
+    row = torch.cat([torch.repeat_interleave(torch.arange(table.rows), table.ptr.diff()), idle])
     order = row.argsort(stable=True)
 
     def joined(runs: Tensor, added: Tensor) -> Tensor:
