@@ -138,9 +138,9 @@ def test_a_batch_of_packed_documents_on_ranks_equals_one_device(titan: Any) -> N
     positions = torch.cat([torch.arange(7), torch.arange(17)]).expand(rows, tokens)
     ids = torch.randint(9, (rows, tokens), generator=generator)
     by_head = [x.transpose(1, 2) for x in (query, key, value)]
-    want = ls.attention(*by_head, mask=ls.causal() & ls.documents(lengths=[7, 17])).transpose(1, 2)
+    want, lse = (x.transpose(1, 2) for x in ls.attention(*by_head, mask=ls.causal() & ls.documents(lengths=[7, 17]), return_lse=True))
 
-    def rank(mesh: Any) -> tuple[Tensor, Tensor]:
+    def rank(mesh: Any) -> tuple[Tensor, Tensor, Tensor]:
         trainer = trainer_of(titan, mesh)
         inputs, labels, extra = trainer.post_dataloading_process({"input": ids, "positions": positions}, ids + 1)
         plan = extra["attention_masks"]
@@ -152,12 +152,90 @@ def test_a_batch_of_packed_documents_on_ranks_equals_one_device(titan: Any) -> N
         scaled = inner(
             *(plan.shard(x, 1) for x in (query, key, value)), attention_masks=plan, out_transform=lambda o, lse: o * lse[..., None]
         )
-        assert scaled.shape == out.shape
-        return plan.unshard(out, 1), plan.unshard(inputs, 1)
+        return plan.unshard(out, 1), plan.unshard(scaled, 1), plan.unshard(inputs, 1)
 
-    for out, whole in virtual_world(ranks).run(rank):
-        torch.testing.assert_close(out, want)
+    for out, scaled, whole in virtual_world(ranks).run(rank):
+        torch.testing.assert_close([out, scaled], [want, want * lse[..., None]])
         assert torch.equal(whole, ids)
+
+
+def documents_of(*lengths: int) -> Tensor:
+    """Positions [S] of packed documents."""
+    return torch.cat([torch.arange(n) for n in lengths])
+
+
+def test_the_plan_of_a_batch_has_its_documents_and_the_heads_of_this_rank(titan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[Any] = []
+    ids_of_documents: list[Tensor] = []
+    monkeypatch.setattr(titan, "documents", lambda *, ids: ids_of_documents.append(ids) or ls.documents(ids=ids))
+    monkeypatch.setattr(titan, "plan", lambda *args, **options: plans.append((args, options)) or ls.plan(*args, **options))
+    ids = torch.zeros(3, 24, dtype=torch.long)
+    one, equal = documents_of(24).expand(3, -1), documents_of(7, 17).expand(3, -1)
+    others = torch.stack([documents_of(7, 17), documents_of(7, 11, 6), documents_of(24)])
+    trainer = trainer_of(titan, ls.Mesh.abstract(2), layout="contiguous", strategy="ring")
+    for positions in (None, one[:1], equal, others):
+        _, _, extra = trainer.post_dataloading_process({"input": ids} if positions is None else {"input": ids, "positions": positions}, ids)
+        assert extra["positions"].shape == (3, 12) and extra["attention_masks"].strategy == "ring"
+    masks = [args[0] for args, _ in plans]
+    assert str(masks[0]) == str(masks[1]) == str(ls.causal()), "one document"
+    assert str(masks[2]) == str(masks[3]) == str(ls.causal() & ls.documents(lengths=[7, 17]))
+    by_row = [equal[0].eq(0).cumsum(0), others.eq(0).cumsum(1)]  # equal rows have one mask
+    assert len(ids_of_documents) == 2 and all(map(torch.equal, ids_of_documents, by_row))
+    assert [args[1:] for args, _ in plans] == [(24, ls.Mesh.abstract(2))] * 4
+    sizes = {"batch": 3, "heads": HEADS, "kv_heads": KV_HEADS, "layout": "contiguous", "strategy": "ring"}
+    assert [options for _, options in plans] == [sizes] * 4
+
+    trainer = trainer_of(titan, None)  # without an axis "cp"
+    trainer.config.parallelism.tensor_parallel_degree = 2
+    for kv_heads, local in ((KV_HEADS, KV_HEADS // 2), (None, HEADS // 2)):
+        trainer.model_config.first_attention.n_kv_heads = kv_heads
+        inputs, _, extra = trainer.post_dataloading_process({"input": ids}, ids)
+        assert inputs.shape == ids.shape and extra["attention_masks"].mesh.size == 1
+        assert plans[-1][1] == {**sizes, "heads": HEADS // 2, "kv_heads": local, "layout": "head_tail", "strategy": "auto"}
+
+
+def test_rows_with_documents_of_their_own_equal_one_device(titan: Any) -> None:
+    positions = torch.stack([documents_of(7, 17), documents_of(16, 8)])
+    qkv = torch.randn(2, 24, HEADS + 2 * KV_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(1)).split([HEADS, *[KV_HEADS] * 2], 2)
+    masks = [ls.causal() & ls.documents(lengths=lengths) for lengths in ([7, 17], [16, 8])]
+    want = torch.cat([ls.attention(*(x[i : i + 1].transpose(1, 2) for x in qkv), mask=mask) for i, mask in enumerate(masks)])
+
+    def rank(mesh: Any) -> Tensor:
+        trainer = trainer_of(titan, mesh)
+        ids = torch.zeros(2, 24, dtype=torch.long)
+        _, _, extra = trainer.post_dataloading_process({"input": ids, "positions": positions}, ids)
+        plan = extra["attention_masks"]
+        return plan.unshard(trainer.model_parts[0].inner_attention(*(plan.shard(x, 1) for x in qkv), attention_masks=plan), 1)
+
+    for out in virtual_world(3).run(rank):
+        torch.testing.assert_close(out, want.transpose(1, 2))
+
+
+def test_spmd_types_are_annotated_and_know_of_context_parallelism(titan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def annotate(*args: Any) -> tuple[str, ...]:
+        calls.append(args)
+        return "inputs", "labels", "extra"
+
+    def parallelize(model: Any, *, parallel_dims: Any, **options: Any) -> Any:
+        calls.append(parallel_dims.cp_enabled)
+        return model
+
+    monkeypatch.setattr(titan, "annotate_input_spmd_types", annotate)
+    ids = torch.arange(24)[None]
+    for backend in ("partial_dtensor", "spmd_types"):
+        parallelism = SimpleNamespace(spmd_backend=backend, pipeline_parallel_degree=1, tensor_parallel_degree=1)
+        spec = ModelSpec(decoder(titan.SpanningAttention(None)), parallelize)
+        trainer = titan.SpanningTrainer(titan.SpanningTrainer.Config(model_spec=spec, parallelism=parallelism))
+        trainer.parallel_dims = SimpleNamespace(get_optional_mesh=lambda name: ls.Mesh.abstract(2))
+        made = trainer.post_dataloading_process({"input": ids}, ids + 1)
+        assert calls.pop(0) == (backend == "spmd_types")
+        if backend == "partial_dtensor":
+            assert not calls and torch.equal(made[1], made[0] + 1)
+    assert made == ("inputs", "labels", "extra")
+    ((dims, inputs, labels, extra),) = calls
+    assert dims is trainer.parallel_dims and torch.equal(labels, inputs + 1) and set(extra) == {"positions", "attention_masks"}
 
 
 def test_the_override_keeps_kv_sharded(titan: Any) -> None:
@@ -200,7 +278,16 @@ def test_models_and_batches_that_are_not_supported_raise(titan: Any) -> None:
         def get_attention_masks(self, positions: Tensor) -> Any:
             return {}
 
-    for model, message in ((OtherMasks(), "got OtherMasks"), (decoder(FlexAttention()), "expected a model with SpanningAttention")):
+    both = decoder(titan.SpanningAttention(None))
+    both.other_attention = FlexAttention()
+    without = "expected a model with SpanningAttention"
+    for model, message in (
+        (OtherMasks(), "got OtherMasks"),
+        (decoder(FlexAttention()), without),
+        (both, without),
+        (decoder(torch.nn.Identity()), without),
+        (torch.nn.Sequential(titan.SpanningAttention(None)), "got Sequential"),
+    ):
         with pytest.raises(ValueError, match=message):
             titan.SpanningTrainer(titan.SpanningTrainer.Config(model_spec=ModelSpec(model, lambda model, **options: model)))
     trainer, ids = trainer_of(titan, ls.Mesh.abstract(2)), torch.ones(1, 24, dtype=torch.long)
