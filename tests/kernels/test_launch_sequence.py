@@ -22,11 +22,13 @@ from longspan._kernels.gpu import launch_sequence as sequences
 from longspan._kernels.gpu.driver_launch import DriverLaunch
 from longspan._kernels.gpu.launch_sequence import DriverSequence, launch_sequence
 
-SPLIT, MERGE = 77, 78  # functions: x, n, rows by TMA, scale; and y, x, n
-KINDS = {SPLIT: ["*", "i32", "map", "i32", "i32", "i64", "i64", "fp32"], MERGE: ["*", "*", "i32"]}
+SPLIT, MERGE, PAIR = 77, 78, 79  # functions: x, n, rows by TMA, scale; y, x, n; and two tensors by TMA
+DESCRIBED = ["map", "i32", "i32", "i64", "i64"]
+KINDS = {SPLIT: ["*", "i32", *DESCRIBED, "fp32"], MERGE: ["*", "*", "i32"], PAIR: 2 * DESCRIBED}
 TYPES: dict[int, dict[str, Any]] = {
     SPLIT: {"x": "*fp32", "n": "i32", "rows": "tensordesc<…>", "scale": "fp32"},
     MERGE: {"y": "*i32", "x": "*fp32", "n": "i32"},
+    PAIR: {"rows": "tensordesc<…>", "more": "tensordesc<…>"},
 }
 
 
@@ -63,7 +65,7 @@ def driver_launch(function: int, arguments: Sequence[Any], varying: Sequence[boo
     box = {"fp4_padded": False, "block_size": [16, 24], "elem_size": 2, "elem_type": 10, "swizzle": 3}
     meta = SimpleNamespace(
         num_warps=4, shared=1000 + function, launch_pdl=early, global_scratch_size=0, profile_scratch_size=0, num_ctas=1,
-        launch_cooperative_grid=False, tensordesc_meta=[box],
+        launch_cooperative_grid=False, tensordesc_meta=[box, box],
     )  # fmt: skip
     compiled = SimpleNamespace(name="kernel", metadata=meta, src=SimpleNamespace(signature=TYPES[function]), function=function)
     made = launching.driver_launch(compiled, arguments, varying, ctas=function - 70, device=torch.device("cuda", 1))
@@ -110,6 +112,35 @@ def test_launches_of_a_sequence_and_its_kernels_alone_do_not_disturb_each_other(
     assert [one[4][7] for one in driver.launches[:2]] == [2.0, 0.25]
     own_map, shared_map = driver.launches[0][4][2], driver.launches[1][4][2]
     assert driver.moved == [(own_map, 8192)] and shared_map != own_map, "a copied descriptor has the address that it was copied with"
+
+
+def test_a_sequence_has_copies_of_all_descriptors(driver: Functions) -> None:
+    """Of two launches of two descriptors each; the first two tensors move at the second call."""
+    tensors = [torch.zeros(30, 48), torch.zeros(9, 80), torch.zeros(20, 56), torch.zeros(7, 64)]
+    launches = [driver_launch(PAIR, [described(t) for t in pair], [True, True]) for pair in (tensors[:2], tensors[2:])]
+    both = DriverSequence(launches, [[3, 1], [0, 2]])
+    addresses = [t.data_ptr() for t in tensors]
+    both(41, [addresses[2], addresses[1], addresses[3], addresses[0]])
+    maps = [one[4][i] for one in driver.launches for i in (0, 5)]
+    assert [ctypes.string_at(at, 128) for at in maps] == [bytes([i]) * 128 for i in (1, 2, 3, 4)], "the bytes of the launches' descriptors"
+    assert not {one[0] for one in driver.encoded} & set(maps) and not driver.moved
+    begin = ctypes.addressof(both._memory)
+    assert begin <= min(maps) and max(maps) + 128 <= begin + len(both._memory)
+    both(41, [addresses[2], 8192, addresses[3], 4096])
+    assert driver.moved == [(maps[0], 4096), (maps[1], 8192)]
+
+
+@pytest.mark.parametrize("places", [[[1, 2, 0]], [[1, 2], [3, 1]], [[1, 2, 0], [3, 1], [3, 1]]])
+@pytest.mark.parametrize("by_driver", [True, False])
+def test_places_of_other_launches_are_an_error(places: list[list[int]], by_driver: bool, driver: Functions) -> None:
+    if by_driver:
+        with pytest.raises(ValueError, match="argument"):
+            DriverSequence(two_launches(torch.zeros(30, 48)), places)
+    elif len(places) != 2:
+        made: list[Any] = []
+        both: Any = launch_sequence([InTurn("split", made), InTurn("merge", made)], places)  # type: ignore[list-item]
+        with pytest.raises(ValueError, match="argument"):
+            both(41, [0.5, 1234, 4096, 7])
 
 
 def test_values_that_no_launch_reads_take_their_place(driver: Functions) -> None:

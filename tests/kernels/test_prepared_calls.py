@@ -248,12 +248,20 @@ def test_a_profilers_hook_sees_every_launch(launches: Launches, monkeypatch: pyt
     assert len(by_triton) == 4 and not launches.names
 
 
-@pytest.mark.parametrize("hook", [None, print])
-def test_hooks_of_any_kind_are_seen(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("hook", [None, print, "added"])
+def test_hooks_of_any_kind_are_seen(hook: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
     from longspan._kernels.gpu.driver_launch import hooks_are_set
 
     assert not hooks_are_set()
-    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", hook)
+    if hook == "added":
+        chain = getattr(triton.knobs.runtime, name)
+        chain.add(print)
+        assert hooks_are_set()
+        chain.remove(print)
+        assert not hooks_are_set()
+        return
+    monkeypatch.setattr(triton.knobs.runtime, name, hook)
     assert hooks_are_set() == (hook is not None)
