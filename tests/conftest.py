@@ -91,6 +91,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device: run `make test-gpu` on a machine that has one"))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Return memory of the GPU that a test has freed: `make test-gpu` runs many processes on one."""
+    if "gpu" in item.keywords:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Exempt all that exists by now from garbage collection: a million objects, which tests of lifetimes would traverse again and again."""
     gc.collect()
