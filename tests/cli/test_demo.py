@@ -84,6 +84,17 @@ def test_rank_0_prints_a_table_and_fails_if_a_strategy_differs(
         assert lines[-1] == f"{worst}{max(errors):.1e}"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_demo_on_gpus_computes_in_full_float32(device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=True))
+    seen: list[bool] = []
+    monkeypatch.setattr(demo_ranks, "on_rank", lambda *_: seen.append(torch.backends.cuda.matmul.allow_tf32) or (1.0, []))
+    assert demo._rank(torch.device(device), DemoSizes(tokens=2000, heads=6, kv_heads=3, dim=8)) == 0
+    assert seen == [device == "cpu"] and f"over 3 {'processes' if device == 'cpu' else 'GPUs'}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "mask", "length", "given"),
     [

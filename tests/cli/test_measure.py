@@ -220,6 +220,12 @@ def test_a_profile_has_the_measured_numbers(name: str | None, quick: bool, rank:
     assert lines[-1] == "copies: 25 GB/s, read and written" and len(lines) == len(keys) + 2
 
 
+def test_measured_lengths_ascend_and_fill_whole_tiles() -> None:
+    for device, tile in (("cuda", 128), ("cpu", 64)):
+        for keys in (measure.KEYS[device], measure.QUICK[device]):
+            assert list(keys) == sorted(set(keys)) and not any(k % tile for k in keys)
+
+
 @pytest.mark.parametrize("size", [None, "1"])
 def test_links_of_one_process_are_those_of_the_profile(size: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -229,3 +235,21 @@ def test_links_of_one_process_are_those_of_the_profile(size: str | None, monkeyp
     about = "measured kernels and copies; links of the h200 profile"
     assert measure._links(cast(Any, None), CPU, base, lines) == ("inside", "between", about)
     assert lines == ["links: not measured with one process, taken from the h200 profile; run under torchrun to measure them"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("initialized", [True, False])
+def test_links_are_measured_over_a_group_of_the_devices_backend(device: str, initialized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setattr(measure.dist, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(measure.dist, "init_process_group", calls.append)
+    monkeypatch.setattr(measure.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(measure.dist, "get_rank", lambda: 2)
+    monkeypatch.setattr(measure.dist, "new_group", tuple)
+    monkeypatch.setattr(measure, "_link", lambda clock, device, group, lines, where: (group, where))
+    made = measure._links(cast(Any, None), torch.device(device), SimpleNamespace(between="between"), [])  # type: ignore[arg-type]
+    about = "measured kernels, copies and links; links between nodes of the h200 profile"
+    assert made == (((0, 1, 2), "inside a node"), "between", about)
+    assert calls == ([] if initialized else ["nccl" if device == "cuda" else "gloo"])

@@ -42,3 +42,16 @@ def test_a_table_has_every_rank_of_16_or_a_sample_with_the_busiest_and_the_last(
     shown = [int(cell) for cell in table.columns[0].cells]
     assert len(shown) == rows == table.row_count and shown == sorted(set(shown))
     assert {0, ranks // 3, ranks - 1} <= set(shown)
+
+
+def test_brackets_are_text_and_long_lines_are_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "documents([3, 9]) [bold] " + "x" * 300
+    printing.text(line)
+    assert capsys.readouterr().out == line + "\n"
+
+
+def test_a_table_of_ranks_without_work_has_empty_bars() -> None:
+    report = ls.plan(ls.causal(), 256, ls.Mesh.abstract(2), layout="contiguous", strategy="ring").report()
+    report.tiles[:] = 0
+    table = printing._rank_table(report)
+    assert [[str(cell).strip() for cell in table.columns[i].cells] for i in (1, 2)] == [["0", "0"], ["", ""]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from tests.scripts import run_script
 
+import longspan as ls
 from longspan._kernels import registry
 from longspan._kernels.cpu import CpuKernel
 
@@ -317,3 +319,39 @@ def test_errors_over_their_budget_fail() -> None:
     softcapped = checking.Problem(mask="window", score="softcap", dtype=torch.float32, device=CPU)
     made.fail(softcapped, ValueError("two\n lines" + "x" * 400))
     assert made.cases == 3 and made.failures[1] == "window mask, softcap score: ValueError: two lines" + "x" * 291
+
+
+def test_masks_and_scores_of_problems_are_those_of_their_names() -> None:
+    sizes: dict[str, Any] = {"dtype": torch.float64, "device": CPU}
+    masks = {name: str(checking.Problem(mask=name, score="none", **sizes).made_mask) for name in ("causal", "documents", "window")}
+    documents = ls.causal() & ls.documents(lengths=[62, 3, 37, 47])
+    assert masks == {"causal": str(ls.causal()), "documents": str(documents), "window": str(ls.sliding_window(37, 5))}
+    softcap, captured = checking.Problem(mask="causal", score="softcap", **sizes).score_mod(torch.float64)
+    scores, zero = torch.tensor([1e-3, 5.0, 1e3], dtype=torch.float64), torch.tensor(0)
+    assert softcap is not None and captured == []
+    torch.testing.assert_close(softcap(scores, zero, zero, zero, zero), torch.tensor([1e-3, 5 * math.tanh(1), 5.0]).double())
+
+
+@pytest.mark.parametrize(("ranks", "shape", "strategy"), [(2, (2,), "ring"), (4, (2, 2), "ulysses_exchange")])
+def test_virtual_ranks_compute_right_results(ranks: int, shape: tuple[int, ...], strategy: Any) -> None:
+    sizes: dict[str, Any] = {"batch": 1, "heads": 4, "kv_heads": 2, "tokens": 45, "dim": 8}
+    problem = checking.Problem(mask="documents", score="bias", dtype=torch.float32, device=CPU, **sizes)
+    threads = torch.get_num_threads()
+    got = spanning._over_threads(problem, strategy, shape)
+    assert {name: t.shape for name, t in got.items()} == {name: t.shape for name, t in problem.right.items()}
+    assert all(share <= 1 for share in problem.shares(got).values()) and torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 2)])
+def test_processes_form_a_mesh_of_one_or_two_axes_and_sum_gradients_of_the_bias(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = checking.Problem(mask="causal", score="bias", dtype=torch.float32, device=CPU)
+    made, summed, results = object(), [], {"out": torch.zeros(2), "dbias": torch.ones(3)}
+    asked: list[Any] = []
+    monkeypatch.setattr(spanning.dist.device_mesh, "init_device_mesh", lambda *args, **names: asked.append((args, names)) or made)
+    monkeypatch.setattr(spanning, "_on_rank", lambda problem, strategy, mesh: asked.append((strategy, mesh)) or results)
+    monkeypatch.setattr(spanning.dist, "all_reduce", summed.append)
+    assert spanning._over_processes(problem, "ring", shape) is results and summed == [results["dbias"]]
+    two = [(("cpu", shape), {"mesh_dim_names": ("ring", "ulysses")})] if len(shape) == 2 else []
+    assert asked == [*two, ("ring", made if two else spanning.dist.group.WORLD)]

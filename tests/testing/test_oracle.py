@@ -168,3 +168,24 @@ def test_other_draws_count_for_few_elements(elements: int, used: bool) -> None:
     others = [(zero, {"dq": zero["dq"] + 3}), (zero, {"dq": zero["dq"] - 5})]
     one = torch.zeros(1, 1, 1, 1)
     assert budgets(zero, zero, v=one, grad_out=one, others=others)["dq"] == (10.0 if used else 0.0)
+
+
+def test_a_score_mod_in_a_wider_dtype_leaves_results_in_the_oracles_dtype() -> None:
+    q, k, v = inputs()
+    wide = torch.full((K,), 0.25, dtype=torch.float64)
+    results = [
+        oracle(q, k, v, score_mod=lambda s, b, h, i, j: s + wide[j], return_lse=True, dtype=dtype)
+        for dtype in (torch.float32, torch.float64)
+    ]
+    assert [[t.dtype for t in made] for made in results] == [[torch.float32] * 2, [torch.float64] * 2]
+    torch.testing.assert_close([t.double() for t in results[0]], list(results[1]), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_whose_keys_all_get_a_score_of_minus_infinity_are_empty() -> None:
+    q, k, v = (t.requires_grad_() for t in inputs())
+    out, lse = oracle(q, k, v, score_mod=lambda s, b, h, i, j: torch.where(i == 2, -torch.inf, s), return_lse=True)
+    assert not out[:, :, 2].any() and (lse[:, :, 2] == -torch.inf).all()
+    others = [0, 1, 3, 4]
+    torch.testing.assert_close(out[:, :, others], oracle(q, k, v)[:, :, others])
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+    assert not grads[0][:, :, 2].any() and all(g.isfinite().all() for g in grads)

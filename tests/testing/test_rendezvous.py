@@ -204,6 +204,54 @@ def test_ranks_are_released_even_if_they_have_ended() -> None:
     processes._release(ours)
 
 
+def test_exchanges_of_gpu_tensors_are_posted_from_the_stream_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, other = torch.device("cuda", 1), torch.device("cuda", 0)
+    current: Any = None
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: SimpleNamespace(device=device, name="default"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    out: Any = SimpleNamespace(device=gpu)
+    for stream, shared in (
+        (None, SimpleNamespace(device=gpu, name="default")),
+        (SimpleNamespace(device=other, name="own"), SimpleNamespace(device=gpu, name="default")),
+        (SimpleNamespace(device=gpu, name="own"), SimpleNamespace(device=gpu, name="own")),
+    ):
+        meeting, _ = rendezvous()
+        meeting.stream = stream  # type: ignore[assignment]
+        group = VirtualGroup(name="x", rank=0, key="k", members=(3,), rendezvous=meeting, timeout=1.0)
+        current = shared
+        group._check_stream(out, "stage 1")
+        current = SimpleNamespace(device=gpu, name="side")
+        with pytest.raises(RuntimeError, match=r"^stage 1: ranks of a virtual world share the CUDA stream .*name='side'"):
+            group._check_stream(out, "stage 1")
+
+
+def test_the_stream_of_a_run_is_that_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"stream of {device}")
+    for available, initialized in ((False, False), (True, False), (False, True), (True, True)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda value=available: value)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda value=initialized: value)
+        streams = [virtual_world(1, device=device)._stream() for device in ("cuda:1", "cpu", None)]
+        shared = "stream of None" if available and initialized else None
+        assert streams == ["stream of cuda:1", shared, shared]
+
+
+def test_ranks_of_an_interrupted_run_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, left = virtual_world(2), []
+    joined = threading.Thread.join
+
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name == "virtual rank 0":
+            raise KeyboardInterrupt
+        joined(thread, timeout)
+
+    monkeypatch.setattr(Rendezvous, "leave", lambda self, rank, how: left.append((rank, how)))
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        world.run(lambda mesh: None)
+    abandoned = "was abandoned: the caller of world.run was interrupted"
+    assert [(rank, how) for rank, how in left if how != "returned"] == [(0, abandoned), (1, abandoned)] and world._running == []
+
+
 class FakeProcess:
     """Runs its rank at once in this process, without a group."""
 

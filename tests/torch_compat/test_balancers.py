@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import longspan.torch_compat as tc
 from longspan.torch_compat._load_balancer import _create_default_load_balancer, layout_of
@@ -70,6 +70,12 @@ def test_documents_that_do_not_divide_are_shared_by_all_ranks() -> None:
     assert made._generate_indices().shape == (2, 12) and positions(made, 12, 2)[0][1] == [0, 1, 6, 7, 8, 11]
 
 
+def test_documents_without_tokens_have_no_segments() -> None:
+    made = [tc._PerDocumentHeadTailLoadBalancer([lengths], 2, "cpu") for lengths in ([4, 0, 8], [4, 8])]
+    with_empty, without = (layout_of(balancer, 12, 2).rows for balancer in made)
+    assert with_empty == without and all(n for rank in with_empty[0] for _, n in rank)
+
+
 # ------------------------------------------------------------------------------------------------------------------ blocks by work
 
 
@@ -97,6 +103,14 @@ def test_blocks_are_dealt_back_and_forth_by_the_keys_that_they_read() -> None:
         assert [layout.positions(rank)[row].tolist() for rank in range(3)] == want.tolist()
 
 
+def test_masks_without_lists_of_full_blocks_are_dealt_by_their_partial_ones() -> None:
+    counts = torch.tensor([1, 2, 1, 3])[None, None].int()
+    indices = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 1, 3], [1, 2, 3, 0]])[None, None].int()
+    mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=4, mask_mod=lambda b, h, q, kv: q >= kv, seq_lengths=(16, 16))
+    assert mask.full_kv_num_blocks is None
+    assert positions(tc._PTRRLoadBalancer(mask, 2), 16, 2) == [[8, 9, 10, 11, 12, 13, 14, 15], [0, 1, 2, 3, 4, 5, 6, 7]]
+
+
 def test_equal_tasks_are_dealt_in_their_order() -> None:
     assert tc._PTRRLoadBalancer.ptrr_scheduling(torch.ones(6), 2).tolist() == [[0, 3, 4], [1, 2, 5]]
     with pytest.raises(ValueError, match=r"process_time: expected one dim, got shape \(2, 3\)"):
@@ -109,6 +123,14 @@ def test_equal_tasks_are_dealt_in_their_order() -> None:
 def test_blocks_that_ranks_cannot_share_equally_are_dealt_in_other_sizes(length: int) -> None:
     parts = positions(tc._PTRRLoadBalancer(by_blocks(length), 3), length, 3)
     assert sorted(chain(*parts)) == list(range(length)) and max(map(len, parts)) - min(map(len, parts)) <= 8
+
+
+@pytest.mark.parametrize(("length", "ranks", "shares"), [(61, 2, [32, 29]), (47, 3, [16, 16, 15]), (95, 3, [32, 32, 31])])
+@pytest.mark.parametrize("window", [5, 100])
+def test_the_last_rank_has_the_short_last_block(length: int, ranks: int, shares: list[int], window: int) -> None:
+    mask = create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < window), None, None, length, length, device="cpu", BLOCK_SIZE=4)
+    parts = positions(tc._PTRRLoadBalancer(mask, ranks), length, ranks)
+    assert [len(part) for part in parts] == shares and parts[-1][-1] == length - 1
 
 
 @pytest.mark.parametrize("given", [{"block": (4, 8)}, {"heads": 7}])

@@ -191,6 +191,12 @@ def test_the_default_rotater_is_that_of_the_rotate_method() -> None:
         assert type(_ring._create_rotater(ls.Mesh.abstract(1), 2)) is kind
 
 
+def test_tensors_of_functional_collectives_are_waited_for() -> None:
+    plain = torch.zeros(2)
+    pending: Any = SimpleNamespace(wait=lambda: plain)
+    assert tc._maybe_wait(pending) is plain and tc._maybe_wait(plain) is plain
+
+
 def test_merged_results_keep_dtypes_and_the_form_of_lse() -> None:
     for lse_dims in (3, 4):  # cuDNN's lse has a last dim of 1
         parts = [(random(i, 2, 3, 6, 4, dtype=torch.bfloat16), random(i + 5, 2, 3, 6)) for i in range(2)]
