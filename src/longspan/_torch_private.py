@@ -248,8 +248,8 @@ def tensor_guard(*tensors: Tensor) -> Callable[..., bool]:
 
     The arguments must be as many tensors, all distinct objects. Compared are types, dtypes, devices, shapes, strides, `requires_grad` and
     dispatch keys: a lazily negated view, a tensor of a transform or of inference mode differs from a plain tensor. No tensors match if a
-    transform, a dispatch mode, inference mode or autocast has become active. Addresses, function modes and forward-mode differentiation are
-    not compared. The function holds no tensor.
+    transform, inference mode or autocast has become active. Addresses, function modes, dispatch modes and forward-mode differentiation are
+    not compared: guards pass under torch's own dispatch modes, such as `FakeTensorMode`. The function holds no tensor.
     """
     guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
     if guards is None:
@@ -276,6 +276,7 @@ def modes_are_active() -> bool:
 
 
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 # `torch.are_deterministic_algorithms_enabled` and `torch.is_deterministic_algorithms_warn_only_enabled`.
@@ -299,8 +300,8 @@ def nothing_intercepts_calls() -> bool:
 
 
 def guarded_calls_are_intercepted() -> bool:
-    """Whether `nothing_intercepts_calls` is false for tensors that pass a `tensor_guard`, which compares dispatch modes and transforms."""
-    return _function_modes() > 0 or forward_ad._current_level >= 0
+    """Whether `nothing_intercepts_calls` is false for tensors that pass a `tensor_guard`, which compares transforms."""
+    return _function_modes() > 0 or _dispatch_modes() > 0 or forward_ad._current_level >= 0
 
 
 def function_modes_are_active() -> bool:

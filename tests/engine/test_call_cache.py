@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.engine.call_cases import BIAS, CAUSAL, biased, deterministic, qkv, same_as_dense, strided
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -143,6 +144,7 @@ class Counting(torch.overrides.TorchFunctionMode):
 # Calls that are never prepared.
 UNCACHED: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
     "dispatch mode": ({}, Seen),
+    "torch's dispatch mode": ({}, FakeTensorMode),
     "function mode": ({}, Counting),
     "default device": ({}, lambda: torch.device("cpu")),
     "invariant": ({}, ls.invariant),
