@@ -172,15 +172,42 @@ def test_small_launches_merge_their_partial_results(
     assert made == [not merged]
 
 
-def test_a_captured_launch_leaves_the_merge_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph would fill the counters by a node of its own."""
-    monkeypatch.setattr(decode_call.launch, "capturing", lambda device: True)
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_graph_captures_the_launches_of_the_call_before(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nothing is compiled during the capture. Those of steps with longest=… leave the merge to another launch: a graph would fill
+    the counters by a node of its own.
+    """
     monkeypatch.setattr(decode_call, "hold_for_graph", lambda launch: None)
+    monkeypatch.setattr("longspan._kernels.triton.decode_launch.hold_for_graph", lambda launch: None)
+    monkeypatch.setattr(decode_call, "sm_count", lambda device: 132)
     monkeypatch.setattr(decode_call.SplitCounts, "groups_fill", lambda *_: False)
-    made = merges_of(monkeypatch)
+    cache = ls.KVCache(pages=9, page_size=16, layers=2, kv_heads=2, head_dim=16, dtype=torch.float32, device=DEVICE)
+    q, k, v = (x.to(DEVICE) for x in random_tokens(1, 60))
+    step = cache.step(cache.allocate(1), 1, longest=60)
     decode_call._launches.cache_clear()
-    decoded(random_tokens(1, 150), [0], page_size=16, prefix=149)
-    assert made == [True]
+    made = merges_of(monkeypatch)
+    for captured in (False, True):
+        monkeypatch.setattr(decode_call.launch, "capturing", lambda device, captured=captured: captured)
+        if paged:
+            ls.attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], cache=step, layer=int(captured), kernel="triton")
+        else:
+            decode_call.attend_contiguous(q[:, :, -1:], k, v, PagedWork(scale=0.1))
+    assert made == [paged]
+
+
+def test_sequences_of_any_length_have_one_kernel_of_partial_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of longer sequences have fewer splits."""
+    monkeypatch.setattr(decode_call, "SMALLEST_SPLIT", 256)
+    monkeypatch.setattr(decode_call, "sm_count", lambda device: 1)  # a launch that merges has two CTAs
+    monkeypatch.setattr(decode_call.SplitCounts, "groups_fill", lambda *_: False)
+    monkeypatch.setattr(decode_call.DecodeLaunch, "run", lambda self: made.append(self.launches.decode.constants))
+    made: list[Any] = []
+    q = torch.zeros(1, 8, 1, 16, dtype=torch.bfloat16, device=DEVICE)
+    for length in (1500, 6000, 20_000, 100_000):
+        k = torch.zeros(1, 8, length, 16, dtype=torch.bfloat16, device=DEVICE)
+        decode_call.attend_contiguous(q, k, k, PagedWork(scale=0.1))
+    compiled = [{name: x for name, x in constants.items() if name.isupper()} for constants in made]
+    assert len(compiled) == 4 and all(one == compiled[0] for one in compiled[1:])
 
 
 @pytest.mark.parametrize("hidden", [float("nan"), float("inf")])

@@ -170,7 +170,7 @@ def page_sizes(queries: Queries, pages: PagedKV, *, reads: bool = False) -> list
         made.append(DecodeSizes(
             sequences=len(ranges.counts), queries=(min(counts), max(counts)), longest=_position_bound(longest),
             splits=-(-splits // unit) * unit, tile_rows=m, rule=rule, shared=pages.shared, by=by, joined=1 if grouped else split.joined,
-            groups=split.groups, grouped=grouped, taken=taken,
+            groups=split.groups, grouped=grouped, taken=taken, graphed=ranges.longest is not None,
         ))  # fmt: skip
     return made
 
@@ -301,7 +301,7 @@ def decode_launch(
     key = (
         layouts(tensors.values()), layouts(mask_captured), layouts(score_captured), sizes, queries.ragged, q.device,
         work.window, work.scale > 0, None if work.mask is None else work.mask.key, None if work.score is None else work.score.key,
-        tf32_allowed(), SMALLEST_SPLIT, COARSE_SPLIT, launch.capturing(q.device),
+        tf32_allowed(), SMALLEST_SPLIT, COARSE_SPLIT,
     )  # fmt: skip
     launches = _launches(ByContents(key, partial(_make_launches, queries.ragged, tensors, work, sizes, per_call)))
     if launch.capturing(q.device):
@@ -397,7 +397,6 @@ def _make_launches(
         "SCORE": launch.function(work.score, score_options), "SCORE_LOOKUPS": early_function(work.score, score_options),
         "FOLD": work.score is None and work.scale > 0,
         "PRECISION": "ieee" if q.dtype == torch.float32 and not tf32_allowed() else "tf32", "DIRECT": sizes.direct,
-        "SPLITS": sizes.joined,
     }  # fmt: skip
     rows = sizes.sequences * heads * max_queries
     few, many = (_FEW_LATENT, _MANY_LATENT) if sizes.shared else (_FEW_MERGED[0], _MANY_MERGED[0])
@@ -416,11 +415,11 @@ def _make_launches(
         **shared, "E": e, "PARTS": parts, "FEW": few, "FEW_PART": few_part, "MANY": many, "MANY_PART": many_part, "SPLITS": sizes.joined,
     }  # fmt: skip
     merged_rows = sizes.merged_rows(max_queries * heads // kv_heads, e, decode.ctas, sm_count(q.device))
-    if launch.capturing(q.device):  # a graph would fill the counters by a node of its own
-        merged_rows = 0
     stores = sizes.direct or merged_rows > 0
     constants |= {f"{name}_stride": stride_of(tensors[f"{name}_ptr"] if stores else None) for name in ("out", "lse")}
-    constants |= {"MERGED_ROWS": merged_rows} | ({} if merged_rows else {"counters_ptr": None})
+    # Groups of longer sequences have fewer splits: one kernel serves all of them if it does not merge.
+    constants |= {"MERGED_ROWS": merged_rows, "SPLITS": sizes.joined if merged_rows else 1}
+    constants |= {} if merged_rows else {"counters_ptr": None}
     read, part_sizes = _read_tensors(tensors, direct=sizes.direct, merges=merged_rows > 0), (rows * splits * e, rows * splits)
     if merged_rows:
         decode = decode._replace(counters=-(-decode.ctas // splits))

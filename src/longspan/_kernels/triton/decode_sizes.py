@@ -21,6 +21,7 @@ class DecodeSizes(NamedTuple):
 
     grouped: whether a CTA computes a group of splits. joined: partial results per group, at most. groups: of a sequence, at most.
     taken: of a `SplitKernel`, tokens of a CTA (`SplitRule.cta_group`) and CTAs of a sequence, at most; (0, 0): a split per CTA.
+    graphed: whether the launch is made for CUDA graphs (`QueryRanges.longest`).
     """
 
     sequences: int
@@ -35,6 +36,7 @@ class DecodeSizes(NamedTuple):
     groups: int = 1
     grouped: bool = False
     taken: tuple[int, int] = (0, 0)
+    graphed: bool = False
 
     @property
     def direct(self) -> bool:
@@ -45,8 +47,12 @@ class DecodeSizes(NamedTuple):
         """Rows of a tile, rounded up to a power of two, if the decode kernel merges its partial results itself; else 0.
 
         It does in launches of one wave over sequences of few groups. In larger ones, waits for stores to be visible take longer than a
-        launch. rows: of the sequence with the most queries, per KV head. dim: elements of a row. ctas: of the launch, on `sms` SMs.
+        launch. A graph would fill the counters by a node of its own.
+
+        rows: of the sequence with the most queries, per KV head. dim: elements of a row. ctas: of the launch, on `sms` SMs.
         """
+        if self.direct or self.shared or self.graphed:
+            return 0
         taken = min(self.tile_rows, triton.next_power_of_2(rows))
         few = self.groups <= FEW_GROUPS and taken * launch.padded(dim) * self.joined <= _MERGED_RESULTS
-        return taken if few and ctas <= sms * RESIDENT and not (self.direct or self.shared) else 0
+        return taken if few and ctas <= sms * RESIDENT else 0
