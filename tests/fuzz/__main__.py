@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="do not minimise")
     parser.add_argument("--json", action="store_true", help="print the counts as JSON in the last line")
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--replay", nargs="+", type=Path, help="check cases of JSON files (all with the same tile) instead")
+    parser.add_argument("--replay", nargs="+", type=Path, help="check cases of JSON files (all with the same tile) instead, all of them")
     options = parser.parse_args()
     if options.part or options.replay:
         return _part(options)
@@ -146,7 +146,7 @@ def _part(options: argparse.Namespace) -> int:
     counted: Counter[str] = Counter()
     result: dict[str, Any] = {"cases": 0, "refused": 0, "wrong": []}
     for number in range(len(files) or options.cases):
-        if time.monotonic() > end:
+        if not files and time.monotonic() > end:
             break
         case = files[number] if files else draw(options.first + number, tile, device=options.device)
         result["cases"] += 1

@@ -119,6 +119,9 @@ def test_the_first_signal_interrupts_running_ranks_and_the_second_kills_them(mon
         ([{0: 1}], None, 7),  # 5 s after the failure and one look later
         ([{0: 0}, {1: 4}], None, 8),
         ([], 3.0, 64),  # 60 s of grace
+        ([{0: 130}], 3.0, 64),  # a rank that was interrupted did not fail
+        ([{0: 130}, {1: -2}], 3.0, 8),  # one that was not ready to be interrupted did
+        ([{0: 130}], None, 7),
     ],
 )
 def test_ranks_have_5_seconds_after_a_failure_and_60_after_an_interruption(

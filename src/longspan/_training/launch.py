@@ -87,7 +87,9 @@ def _wait(ranks: list[Any], stop: _Stop) -> None:
     while any(rank.exitcode is None for rank in ranks):
         time.sleep(0.05)
         now = time.monotonic()
-        if failed is None and any(rank.exitcode not in (None, 0) for rank in ranks):
+        # Ranks that were interrupted end one by one, as soon as each has written its part of the checkpoint.
+        expected = (None, 0) if stop.since is None else (None, 0, INTERRUPTED)
+        if failed is None and any(rank.exitcode not in expected for rank in ranks):
             failed = now
         late = failed is not None and now - failed > _AFTER_A_FAILURE
         if late or (stop.since is not None and now - stop.since > _GRACE):
