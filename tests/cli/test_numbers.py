@@ -157,6 +157,9 @@ def test_lengths_of_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "x.txt").write_text("5,6")
     with pytest.raises(UsageError, match="one length per line"):
         step_plan.parsed_lengths(str(tmp_path / "x.txt"))
+    assert len(step_plan.parsed_lengths("9*100000")) == 100_000
+    with pytest.raises(UsageError, match="at most 100000 samples"):
+        step_plan.parsed_lengths("9*100001")
     monkeypatch.setattr(step_plan, "MAX_SAMPLES", 5)
     assert len(step_plan.parsed_lengths("1*4,2")) == 5
     with pytest.raises(UsageError, match="at most 5 samples"):

@@ -210,6 +210,7 @@ def test_exchanges_of_gpu_tensors_are_posted_from_the_stream_of_the_run(monkeypa
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: SimpleNamespace(device=device, name="default"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     out: Any = SimpleNamespace(device=gpu)
+    assert not VirtualGroup.any_stream
     for stream, shared in (
         (None, SimpleNamespace(device=gpu, name="default")),
         (SimpleNamespace(device=other, name="own"), SimpleNamespace(device=gpu, name="default")),
@@ -302,6 +303,11 @@ def test_results_come_by_rank_and_failures_together(alive: bool, monkeypatch: py
     assert (n, backend, group_timeout, threads) == (3, "gloo", 60.0, 1) and store.endswith("/store") and "PATH" in environment
     with pytest.raises(RuntimeError, match=r"^rank 0 of 3: rank 0 failed\n\nrank 2 of 3: rank 2 failed$"):
         processes.run_processes(work, 3, -1, timeout=5.0)
+    reports, limits = processes._reports, []
+    monkeypatch.setattr(processes, "_reports", lambda pipes, timeout: limits.append(timeout) or reports(pipes, timeout))
+    for options in ({}, {"timeout": 7.0}):
+        processes.run_processes(work, 2, 5, **options)  # type: ignore[arg-type]
+    assert limits == [120.0, 7.0]
 
 
 def test_ranks_fork_from_a_server_that_has_imported_torch(monkeypatch: pytest.MonkeyPatch) -> None:

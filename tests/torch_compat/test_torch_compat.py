@@ -252,6 +252,8 @@ def test_flex_cp_allgather_concatenates_kv_and_sums_their_gradients(monkeypatch:
         meshes[name] = mesh
         own = [t[:, :, 4 * mesh.rank : 4 * mesh.rank + 4].clone().requires_grad_() for t in (k, v)]
         full = _cp_custom_ops.flex_cp_allgather(*own, 2, name)
+        parts = _cp_custom_ops.flex_cp_allgather_backward(*(g[mesh.rank] for g in grads), 2, name)
+        assert all(t.is_contiguous() for t in (*full, *parts)), "as the compiler expects by the operators' fake results"
         return [t.detach() for t in full], torch.autograd.grad(full, own, [g[mesh.rank] for g in grads])
 
     results = virtual_world(3).run(rank)
