@@ -56,9 +56,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     yield facts
 
 
-def fakes(facts: SimpleNamespace, dims: tuple[int, int] = (64, 64), dtype: torch.dtype = torch.bfloat16, batch: int = 2) -> list[Tensor]:
+def fakes(
+    facts: SimpleNamespace, dims: tuple[int, int] = (64, 64), dtype: torch.dtype = torch.bfloat16, batch: int = 2, heads: int = HEADS
+) -> list[Tensor]:  # fmt: skip
     with facts.mode:
-        shapes = ((batch, HEADS, 48, dims[0]), (batch, GROUPS, 48, dims[0]), (batch, GROUPS, 48, dims[1]))
+        shapes = ((batch, heads, 48, dims[0]), (batch, GROUPS, 48, dims[0]), (batch, GROUPS, 48, dims[1]))
         return [torch.empty(s, dtype=dtype, device="cuda") for s in shapes]
 
 
@@ -135,6 +137,15 @@ def test_a_later_stage_that_needs_its_mask_is_an_error_and_not_a_wrong_answer() 
         ("cudnn", {"dims": (256, 256)}, {}, "head dims 256 and 256 with cuDNN 91900: expected at most 128 each"),
         ("cudnn", {"dims": (192, 128)}, {"cudnn": 91000}, "with cuDNN 91000"),
         ("cudnn", {}, {"cudnn": 91002}, "48 queries and 48 keys with cuDNN 91002|32 queries"),
+        ("cudnn", {}, {"cudnn": None}, "48 queries and 48 keys with cuDNN 0: before 91501|32 queries"),
+        ("cudnn", {"dims": (136, 128)}, {}, "head dims 136 and 128 with cuDNN 91900"),
+        ("cudnn", {"dims": (64, 136)}, {}, "head dims 64 and 136 with cuDNN 91900"),
+        ("cudnn", {"dims": (128, 192)}, {}, "head dims 128 and 192 with cuDNN 91900"),
+        ("cudnn", {}, {"capability": (7, 5)}, r"expected 8.0 \(Ampere\) or later$"),
+        ("flash", {"dims": (200, 200)}, {"capability": (8, 6)}, "its backward pass does not support 193 to 224 there"),
+        ("efficient", {"dims": (0, 64)}, {}, "head dims 0 and 64: expected multiples of 8"),
+        ("efficient", {"dims": (64, 0)}, {}, "head dims 64 and 0: expected multiples of 8"),
+        ("efficient", {"heads": 65538}, {}, "batch 2, heads 65538: expected at most 65535 each"),
         ("cudnn", {}, {"allowed": False}, r"torch.backends.cuda.can_use_it returns False on this machine \(with debug=True"),
     ],
 )
@@ -147,18 +158,29 @@ def test_it_says_what_it_rejects_on_cuda(
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"),
+    ("name", "settings", "machine"),
     [
-        ("flash", {"dims": (256, 256)}),
-        ("flash", {"dims": (208, 208)}),
-        ("flash", {"dtype": torch.float16}),
-        ("efficient", {"dims": (192, 128)}),
-        ("efficient", {"dims": (20, 12), "dtype": torch.float32}),
-        ("cudnn", {"dims": (128, 64)}),
-        ("cudnn", {"dims": (192, 128)}),
+        ("flash", {"dims": (256, 256)}, {}),
+        ("flash", {"dims": (208, 208)}, {}),
+        ("flash", {"dims": (208, 208)}, {"capability": (10, 0)}),
+        ("flash", {"dims": (208, 208)}, {"capability": (8, 0)}),
+        ("flash", {"dims": (192, 192)}, {"capability": (8, 6)}),
+        ("flash", {"dims": (232, 232)}, {"capability": (12, 0)}),
+        ("flash", {"dtype": torch.float16}, {}),
+        ("efficient", {"dims": (192, 128)}, {}),
+        ("efficient", {"dims": (20, 12), "dtype": torch.float32}, {}),
+        ("efficient", {"dtype": torch.float16}, {"capability": (7, 5)}),
+        ("efficient", {"batch": 65535}, {}),
+        ("cudnn", {"dims": (128, 64)}, {}),
+        ("cudnn", {"dims": (192, 128)}, {}),
+        ("cudnn", {"dims": (192, 128)}, {"cudnn": 91501}),
+        ("cudnn", {}, {"cudnn": 91501}),
     ],
 )
-def test_it_rejects_no_more_than_it_must_on_cuda(name: str, settings: dict[str, Any], cuda: SimpleNamespace) -> None:
+def test_it_rejects_no_more_than_it_must_on_cuda(
+    name: str, settings: dict[str, Any], machine: dict[str, Any], cuda: SimpleNamespace
+) -> None:
+    vars(cuda).update(machine)
     assert chosen(name, fakes(cuda, **settings), work_for(causal)).name == name
 
 
@@ -180,6 +202,46 @@ def test_torch_is_asked_about_the_shapes_of_a_call(
         ]
 
 
+@pytest.mark.parametrize(("queries", "keys", "odd"), [(256, 128, None), (256, 100, (256, 100)), (96, 128, (96, 128)), (128, 256, None)])
+def test_an_old_cudnn_needs_lengths_that_are_multiples_of_128(
+    queries: int, keys: int, odd: tuple[int, int] | None, cuda: SimpleNamespace
+) -> None:
+    """Lengths are those of the work, also where the tensors have others."""
+    work = work_of(full, ((300, queries),), ((0, keys),), block=64, batch=BATCH, heads=HEADS)
+    for version in (91101, 91500):
+        cuda.cudnn = version
+        if odd is None:
+            assert chosen("cudnn", fakes(cuda), work).name == "cudnn"
+        else:
+            with pytest.raises(NotSupported, match=f"{odd[0]} queries and {odd[1]} keys with cuDNN {version}: before 91501"):
+                chosen("cudnn", fakes(cuda), work)
+    cuda.cudnn = 91501
+    assert chosen("cudnn", fakes(cuda), work).name == "cudnn"
+
+
+@pytest.mark.parametrize(("version", "supported"), [(91099, False), (91100, True), (91101, True)])
+def test_cudnn_computes_latent_head_dims_from_its_release_on(
+    version: int, supported: bool, cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda.cudnn = version
+    reason = aten_limits.unsupported_reason(
+        "cudnn", inputs(fakes(cuda, dims=(192, 128))), work_of(full, ((0, 256),), ((0, 128),), block=64, batch=BATCH, heads=HEADS)
+    )
+    assert (reason is None) == supported and (supported or f"192 and 128 with cuDNN {version}" in str(reason))
+
+
+def test_work_without_tiles_needs_no_lengths(cuda: SimpleNamespace) -> None:
+    nothing = work_of(lambda b, h, q, kv: q + kv < 0, SHARD, SHARD, block=16, batch=BATCH, heads=HEADS)
+    cuda.allowed = False
+    assert chosen("cudnn", fakes(cuda), nothing).name == "cudnn"
+
+
+def test_rocm_builds_are_not_supported(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(NotSupported, match="a ROCm build of torch: not tested"):
+        chosen("efficient", fakes(cuda), work_for(causal))
+
+
 def test_flash_attention_needs_no_more_than_ampere(cuda: SimpleNamespace) -> None:
     cuda.capability = (8, 0)
     assert chosen("flash", fakes(cuda), work_for(causal)).name == "flash"
@@ -191,6 +253,8 @@ def test_cudnn_raises_where_results_must_be_the_same_each_time(cuda: SimpleNames
         with pytest.raises(NotSupported, match="accumulates the gradient of q in arbitrary order"):
             chosen("cudnn", fakes(cuda), work_for(causal))
         assert chosen("flash", fakes(cuda), work_for(causal)).name == "flash"
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert chosen("cudnn", fakes(cuda), work_for(causal)).name == "cudnn"
     finally:
         torch.use_deterministic_algorithms(False)
 

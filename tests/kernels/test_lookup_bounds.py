@@ -16,6 +16,7 @@ from tests.kernels.shards import work_of
 import longspan as ls
 from longspan._kernels.gpu import lookup_bounds as lookups
 from longspan._kernels.gpu.lookup_bounds import check_lookups
+from longspan._kernels.gpu.sample_pairs import Pairs
 from longspan._kernels.protocol import Work
 from longspan._kernels.tiling import Tiling
 from longspan._masks.classify import TableShape, classify
@@ -123,6 +124,45 @@ def test_the_same_work_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(looks) == 1
     check_lookups(work(None, lambda s, b, h, q, kv: s + CODES[q - kv + LARGE], SMALL), 1, 2)
     assert len(looks) == 1, "interval bounds prove this one in bounds"
+
+
+@pytest.mark.parametrize("side", ["q", "kv"])
+def test_of_many_bad_entries_the_last_may_be_the_only_visible_one(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups, "sampled", lambda *_: Pairs(*torch.zeros(4, 1, dtype=torch.int64)))  # the sample misses the entry
+    codes = CODES.clone()
+    codes[13_001:13_201] = 32
+    score: Mod = lambda s, b, h, q, kv: s + SHORT[codes[q if side == "q" else kv]]
+    hidden: Mod = lambda b, h, q, kv: (q >= kv) & ((q if side == "q" else kv) // 100 != 130) & ((q if side == "q" else kv) // 100 != 131)
+    check_lookups(work(lambda b, h, q, kv: hidden(b, h, q, kv) & (q != 13_200) & (kv != 13_200), score, LARGE), 1, 1)
+    with pytest.raises(ValueError, match=f"{'query' if side == 'q' else 'key'} 13200"):
+        check_lookups(work(hidden, score, LARGE), 1, 1)
+
+
+@pytest.mark.parametrize("dim", ["batch", "heads", "first_batch", "first_head"])
+def test_calls_of_other_batch_rows_and_heads_are_checked_again(dim: str) -> None:
+    """A table of 3 batch rows or heads, whose index interval bounds do not know, with the work of one block table."""
+    by_batch = "batch" in dim
+    here = work(causal, lambda s, b, h, q, kv: s + HEADS[CODES[b if by_batch else h]], SMALL)
+    sizes = (3, 5) if by_batch else (5, 3)
+    check_lookups(here, *sizes)
+    with pytest.raises(ValueError, match="head 3" if dim in ("heads", "first_head") else "batch row 3"):
+        if dim.startswith("first"):
+            check_lookups(replace(here, **{dim: 1}), *sizes)
+        else:
+            check_lookups(here, *((4, 5) if by_batch else (5, 4)))
+
+
+def test_other_captured_tensors_and_programs_are_checked_again() -> None:
+    index, sizes = torch.arange(300), (2, 3)
+    long, short = torch.randn(250), torch.randn(249)
+    scores = [trace(lambda s, b, h, q, kv, t=t: s + t[index[kv]], "score") for t in (long, short)]
+    scores.append(trace(lambda s, b, h, q, kv: s + long[index[kv] + 1], "score"))
+    here = work(causal, None, SMALL)
+    works = [replace(here, score=score.program, score_captured=score.captured()) for score in scores]
+    check_lookups(works[0], *sizes)
+    for other in works[1:]:
+        with pytest.raises(ValueError, match="key 249"):
+            check_lookups(other, *sizes)
 
 
 @pytest.mark.parametrize("side", ["q_tiles", "kv_tiles"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -40,21 +41,42 @@ def table_of(batch: int) -> BlockTable:
     )
 
 
+def banded_table(batch: int) -> BlockTable:
+    """Rows with two runs, of which the first begins past the first keys."""
+    return ls.mask_mod(lambda b, h, q, kv: ((kv - q - 30).abs() < 9 + 4 * h) | (kv > 140 + b)).block_table(
+        Q_LEN, KV_LEN, block=BLOCK, batch=batch, heads=2
+    )
+
+
+@pytest.mark.parametrize("table_of", [table_of, banded_table])
 @pytest.mark.parametrize("arrays", [False, True])
-def test_few_pairs_are_all_taken_and_of_many_a_sample_with_the_corners_of_tiles(arrays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_pairs_are_all_taken_and_of_many_a_sample_with_the_corners_of_tiles(
+    arrays: bool, table_of: Callable[[int], BlockTable], monkeypatch: pytest.MonkeyPatch
+) -> None:
     table, rows, columns = table_of(3), tiling(Q_LEN, BLOCK[0], arrays=arrays), tiling(KV_LEN, BLOCK[1], arrays=arrays)
     wanted = pairs_in_tiles(table, rows, columns)
     took = {tuple(pair) for pair in torch.stack(sample_pairs.sampled(table, rows, columns), 1).tolist()}
     assert took == wanted
     monkeypatch.setattr(sample_pairs, "_PAIRS", 4000)
-    some = {tuple(pair) for pair in torch.stack(sample_pairs.sampled(table, rows, columns), 1).tolist()}
-    assert some < wanted
+    sample = torch.stack(sample_pairs.sampled(table, rows, columns), 1).tolist()
+    some = {tuple(pair) for pair in sample}
+    assert some < wanted and 3000 < len(sample) <= 4000
     for b, h, i, j in (table.to_dense() != 0).nonzero().tolist():
         (_, m, q), (_, n, kv) = rows.span(i), columns.span(j)
         assert {(b, h, q + x, kv + y) for x in (0, m - 1) for y in (0, n - 1)} <= some
 
 
-def test_pairs_around_given_positions_lie_in_their_tiles() -> None:
+def test_rows_without_tiles_have_no_pairs() -> None:
+    table = ls.mask_mod(lambda b, h, q, kv: (kv <= q) & (q >= 20)).block_table(Q_LEN, KV_LEN, block=BLOCK)
+    rows, columns = tiling(Q_LEN, BLOCK[0], arrays=False), tiling(KV_LEN, BLOCK[1], arrays=False)
+    b, h, q, kv = sample_pairs.around(table, rows, columns, torch.tensor([3, 11]))
+    assert b.numel() == h.numel() == q.numel() == kv.numel() == 0
+    *_, q, kv = sample_pairs.around(table, rows, columns, torch.tensor([3, 47, 88]))
+    assert {*q.tolist()} == {47, 88}
+
+
+@pytest.mark.parametrize("table_of", [table_of, banded_table])
+def test_pairs_around_given_positions_lie_in_their_tiles(table_of: Callable[[int], BlockTable]) -> None:
     table, rows, columns = table_of(2), tiling(Q_LEN, BLOCK[0], arrays=False), tiling(KV_LEN, BLOCK[1], arrays=False)
     wanted = pairs_in_tiles(table, rows, columns)
     places = torch.tensor([3, 47, 88])
