@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longspan._engine.buffer_rows import RowSelection, RowViews
+from longspan._engine.buffer_rows import ReturnedRows, RowSelection, RowViews
 
 
 def test_a_view_of_the_same_rows_is_made_once() -> None:
@@ -27,3 +27,12 @@ def test_a_selection_takes_and_writes_its_rows(index: list[int]) -> None:
     written = torch.zeros_like(x)
     rows.write_(written, x[index] + 1)
     assert torch.equal(written[index], x[index] + 1) and float(written.sum()) == float((x[index] + 1).sum())
+
+
+def test_lists_of_returned_rows_are_copied_to_each_device_once() -> None:
+    rows = ReturnedRows(parts=(torch.tensor([2, 0]), torch.tensor([1, 2])))
+    for device in (torch.device("cpu"), torch.device("meta")):
+        ptr, index = rows.lists(3, device)
+        assert (ptr.device, index.device, ptr.shape, index.shape) == (device, device, (4,), (4,))
+        assert all(a is b for a, b in zip(rows.lists(3, device), (ptr, index), strict=True))
+    assert rows.lists(5, torch.device("cpu"))[0].shape == (6,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import longspan as ls
-from longspan._engine.spec import Spec
+from longspan._engine.spec import Spec, SpecRegistry
 from longspan._masks.tracing import trace
 
 
@@ -18,3 +18,11 @@ def test_handles_differ_in_every_part_and_have_56_bits() -> None:
     handles = [one.handle for one in specs]
     assert len(set(handles)) == len(specs) and min(handles) >= 0 and 2**48 < max(handles) < 2**56
     assert replace(spec, lse=True).handle == spec.handle
+
+
+def test_calls_return_lse_and_are_not_invariant_by_default() -> None:
+    registry = SpecRegistry()
+    spec = registry.of(None, None, "cpu")
+    assert (spec.lse, spec.invariant) == (True, False)
+    assert registry.of(None, None, "cpu", lse=True, invariant=False) is spec
+    assert len({id(registry.of(None, None, "cpu", lse=lse, invariant=i)) for lse in (True, False) for i in (True, False)}) == 4
