@@ -78,6 +78,7 @@ def test_rank_0_prints_a_table_and_fails_if_a_strategy_differs(
     assert lines[2].split("  ")[0] == "strategy" and lines[2].split()[-1] == "seconds" and lines[3].split() == ["one", "process", "2.50"]
     row = ["ring", "head_tail", "1.0e-07", "1.0e-06", "1.062", "1.5", "MiB", "3.2", "MiB", "0.12"]
     assert lines[4].split() == row and len({len(line) for line in lines[2:6]}) == 1
+    assert any(line.startswith("error: relative to one process.") and line.endswith(" that a rank receives in a") for line in lines)
     worst = "results differ from one process: relative error "
     assert lines[-1].startswith(worst) if code else lines[-1] == "every strategy matches one process, forward and backward"
     if code and errors[0] == errors[0]:

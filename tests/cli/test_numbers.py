@@ -75,6 +75,7 @@ def test_heads_factors_and_seeds() -> None:
         with pytest.raises(UsageError, match="--heads: expected query heads"):
             parse.heads(text)
     assert parse.factors("3:1.5,1:2", "--x", 4) == {3: 1.5, 1: 2.0} and parse.factors(None, "--x", 4) == {} == parse.factors("", "--x", 4)
+    assert parse.factors("0:0.5", "--x", 1) == {0: 0.5}
     for text in ("4:2", "1:0", "1:-2", "x:1", "1", "9" * 5000 + ":1"):
         with pytest.raises(UsageError, match="a rank below 4 and a factor above 0"):
             parse.factors(text, "--x", 4)

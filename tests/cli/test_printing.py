@@ -22,7 +22,7 @@ def test_the_heading_of_simulated_strategies_is_one_line(capsys: pytest.CaptureF
     printing.simulated([best], mask, SimpleNamespace(name="h200", kernel=SimpleNamespace(name="hopper")))
     head, _, row = capsys.readouterr().out.splitlines()[:3]
     assert head == f"{mask}, 1,048,576 tokens over 4,096 devices (h200: hopper), simulated from a sample of ranks"
-    assert row.split() == ["ring", "750.00", "250.00", "500.00", "125.00", "1.500", "300"]
+    assert row.startswith("ring ") and row.split() == ["ring", "750.00", "250.00", "500.00", "125.00", "1.500", "300"]
 
 
 def test_ranks_have_visible_colours_of_the_cube_and_neighbours_distant_ones() -> None:
@@ -35,13 +35,17 @@ def test_ranks_have_visible_colours_of_the_cube_and_neighbours_distant_ones() ->
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [(1, 1), (16, 16), (17, 10), (60, 13)])
-def test_a_table_has_every_rank_of_16_or_a_sample_with_the_busiest_and_the_last(ranks: int, rows: int) -> None:
+def test_a_table_has_every_rank_of_16_or_a_sample_with_the_busiest_and_the_last(
+    ranks: int, rows: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = ls.plan(ls.causal(), 128 * ranks, ls.Mesh.abstract(ranks), layout="contiguous", strategy="ring").report()
     report.tiles[ranks // 3] = 10 * int(report.tiles.max())
     table = printing._rank_table(report)
     shown = [int(cell) for cell in table.columns[0].cells]
     assert len(shown) == rows == table.row_count and shown == sorted(set(shown))
     assert {0, ranks // 3, ranks - 1} <= set(shown)
+    printing._console().print(table)
+    assert capsys.readouterr().out.startswith("rank ")
 
 
 def test_brackets_are_text_and_long_lines_are_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
