@@ -57,6 +57,11 @@ def add(constant: float) -> Callable[..., torch.Tensor]:
     return lambda score, b, h, q, kv: score + constant * q
 
 
+def table_of(size: int) -> Callable[..., torch.Tensor]:
+    table = torch.linspace(-1.0, 1.0, size)
+    return lambda score, b, h, q, kv: score + table[h]
+
+
 OPTIONS: dict[str, tuple[str, Any, Any]] = {
     "dtype": ("dtype", torch.float32, torch.float64),
     "batch": ("batch", 2, 1),
@@ -64,6 +69,7 @@ OPTIONS: dict[str, tuple[str, Any, Any]] = {
     "head dims": ("dim", 8, 4),
     "scale": ("scale", 0.3, 0.4),
     "score_mod": ("score_mod", add(0.5), add(0.25)),
+    "captured": ("score_mod", table_of(6), table_of(7)),
     "kernel": ("kernel", "auto", "cpu"),
     "sink": ("sink", None, torch.zeros(6)),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspan._engine import compile_ahead
+import longspan as ls
+from longspan._engine import compile_ahead, eager
 from longspan._engine.compile_ahead import _shortened, compiling_backward
 from longspan._engine.spec import Spec
 from longspan._engine.values import CallOptions, CallTensors
+from longspan.testing import virtual_world
 
 
 @pytest.mark.parametrize(
@@ -121,3 +123,19 @@ def test_the_pass_that_compiles_has_tensors_of_the_layouts_of_results(
         assert tensors.grad_lse is None and tensors.needs == (True,) and not tensors.inputs.q.requires_grad
         if value_dim == 8:
             assert tensors.out.stride() == q.stride()
+
+
+def test_backward_kernels_compile_meanwhile_on_one_device_and_not_over_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[bool]] = []
+
+    def note(inputs: CallTensors, options: CallOptions, needs: Any) -> Any:
+        seen.append(list(needs))
+        return nullcontext()
+
+    monkeypatch.setattr(eager, "compiling_backward", note)
+    q, k, v = (torch.randn(1, h, 24, 8, requires_grad=True) for h in (4, 2, 2))
+    slopes = torch.rand(4, requires_grad=True)
+    ls.attention(q, k, v, scale=0.7, score_mod=lambda s, b, h, i, j: s + slopes[h] * i)
+    assert seen == [[True]]
+    virtual_world(1).run(lambda mesh: ls.attention(q, k, v, plan=ls.plan(ls.causal(), 24, mesh)))
+    assert seen == [[True]]
