@@ -13,7 +13,7 @@ from tests.kernels.shards import shard, work_of
 from torch import Tensor
 
 from longspan._kernels.protocol import Work
-from longspan._kernels.rectangles import Rectangle, _all_full, rectangles
+from longspan._kernels.rectangles import Rectangle, _all_full, _cover, rectangles
 from longspan._masks.block_table import FULL, PARTIAL
 
 Mod = Callable[..., Tensor]
@@ -33,6 +33,11 @@ def documents(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 def by_head(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return (q - kv < 9 * (h + 1)) & (q + 5 * b >= kv)
+
+
+def with_holes(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """Causal, with hidden keys in tiles below the diagonal, next to it and further away."""
+    return (q >= kv) & ~((kv == 20) & (q >= 32) & (q < 48)) & ~((kv == 3) & (q >= 64) & (q < 96)) & ~((kv == 70) & (q >= 80))
 
 
 def painted(work: Work, mod: Mod) -> Tensor:
@@ -60,7 +65,7 @@ SHARDS = {
 }
 
 
-@pytest.mark.parametrize("mod", [everything, causal, documents, by_head])
+@pytest.mark.parametrize("mod", [everything, causal, documents, by_head, with_holes])
 @pytest.mark.parametrize("name", SHARDS)
 def test_rectangles_are_what_the_mask_allows(mod: Mod, name: str) -> None:
     q_segments, kv_segments = SHARDS[name]
@@ -86,6 +91,23 @@ def test_short_tiles_that_are_seen_whole_need_no_mask() -> None:
     assert kinds(cells) == [("full", 0, 45, 0, 58)]
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(32, 41), (45, 48), (16, 5), (7, 16)])
+def test_short_tiles_on_one_side_that_are_seen_whole_need_no_mask(queries: int, keys: int) -> None:
+    assert kinds(rectangles(work_of(causal, [(300, queries)], [(60, keys)], block=16))) == [("full", 0, queries, 0, keys)]
+
+
+@pytest.mark.parametrize(
+    ("limit", "heights"), [(5, [16] * 5), (6, [32, 32, 16]), (8, [32, 32, 16]), (9, [48, 32]), (15, [80]), (1, [16] * 5)]
+)
+def test_masked_rectangles_have_a_largest_number_of_tiles_or_one_row(limit: int, heights: list[int]) -> None:
+    """5 × 3 tiles."""
+    work = work_of(lambda b, h, q, kv: (q + kv) % 3 > 0, [(0, 80)], [(100, 48)], block=16)
+    cells = sorted(_cover(work, max_masked_tiles=limit), key=lambda r: r.q0)
+    assert [r.q1 - r.q0 for r in cells] == heights and all((r.kind, r.k0, r.k1) == ("masked", 0, 48) for r in cells)
+    full = _cover(replace(work, mask=None), max_masked_tiles=limit)
+    assert kinds(full) == [("full", 0, 80, 0, 48)]
+
+
 def test_a_square_ends_where_rows_or_positions_do_not_go_on() -> None:
     cells = rectangles(work_of(causal, [(0, 32), (64, 32)], [(0, 32), (64, 32)], block=16))
     assert ("causal", 0, 32, 0, 32) in kinds(cells) and ("causal", 32, 64, 32, 64) in kinds(cells)
@@ -100,6 +122,35 @@ def test_a_cover_is_found_once_per_tilings_and_let_go_with_them() -> None:
     del work, other
     gc.collect()
     assert alive() is None
+
+
+def tens(first: int, tiles: int) -> list[tuple[int, int]]:
+    """Short tiles of 10 tokens."""
+    return [(first + 10 * i, 10) for i in range(tiles)]
+
+
+def test_covers_of_other_tiles_batch_rows_and_heads_are_their_own() -> None:
+    """Of one table, whose tiles are all partial: each call has other tiles that are seen whole."""
+    work = work_of(lambda b, h, q, kv: q + 15 * b + 10 * h >= kv + 15, tens(16, 3), tens(0, 4), block=16)
+    every = torch.arange(3, dtype=torch.int32)
+    work = replace(
+        work,
+        table=replace(
+            work.table,
+            ptr=torch.arange(4, dtype=torch.int32),
+            first=0 * every,
+            last=0 * every + 3,
+            kind=(0 * every + PARTIAL).to(torch.int8),
+        ),
+    )
+    others = (
+        work, replace(work, q_tiles=shard(tens(26, 3), 16)), replace(work, kv_tiles=shard(tens(8, 4), 16)), replace(work, first_head=2),
+        replace(work, first_batch=2), replace(work, mask=None),
+    )  # fmt: skip
+    covers = [kinds(rectangles(other)) for other in others]
+    full = [sum((q1 - q0) * (k1 - k0) for kind, q0, q1, k0, k1 in cover if kind == "full") // 100 for cover in covers]
+    assert full == [3, 6, 1, 9, 11, 12]
+    assert [kinds(rectangles(other)) for other in others] == covers
 
 
 def test_positions_follow_the_tiles_and_are_kept() -> None:

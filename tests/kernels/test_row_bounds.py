@@ -47,6 +47,14 @@ def by_row_alone(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return (IDS[q] > 3) & (kv <= q)
 
 
+def past_the_first_row(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q != 0) & (kv <= q + 3)
+
+
+def first_document(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (IDS[q] == 0) | (kv < 70)
+
+
 NEAR_LIMITS = {t: torch.tensor([torch.iinfo(t).max - n % 3 if n % 2 else torch.iinfo(t).min + n % 3 for n in range(700)], dtype=t)
                for t in (torch.uint8, torch.int8, torch.int32)}  # fmt: skip
 
@@ -71,7 +79,7 @@ MASKS = {
     "window": ls.sliding_window(100, 5),
     "first tokens and a window": (ls.prefix(64) | ls.sliding_window(99)) & ls.causal(),
     "prefixes": ls.prefix(torch.tensor([5, 300])) | ls.causal(),
-    **{m.__name__: ls.mask_mod(m) for m in (any_bound, sums_beyond_32_bits, by_head, by_row_alone)},
+    **{m.__name__: ls.mask_mod(m) for m in (any_bound, sums_beyond_32_bits, by_head, by_row_alone, past_the_first_row, first_document)},
     **{m.__name__: ls.mask_mod(m) for m in (sums_that_wrap_in_uint8, sums_that_wrap_in_int8, sums_that_wrap_in_int32)},
 }
 
@@ -84,6 +92,11 @@ MASKS = {
         lambda b, h, q, kv: kv.float() < 3.5 * q,
         lambda b, h, q, kv: (kv < q) ^ (kv < 7),
         lambda b, h, q, kv: 2 * kv < q,
+        lambda b, h, q, kv: kv + kv < q,
+        lambda b, h, q, kv: kv - q < q,
+        lambda b, h, q, kv: kv - kv < q,
+        lambda b, h, q, kv: kv < 3.5,
+        lambda b, h, q, kv: (kv < 5) | (q >= 0),
         lambda b, h, q, kv: kv < ANY_INT64[q] + 1,
         lambda b, h, q, kv: kv - ANY_INT64[q] < 0,
         lambda b, h, q, kv: IDS[kv] < IDS[q],
@@ -92,6 +105,20 @@ MASKS = {
 def test_masks_of_another_form_have_no_bounds(mask: Any) -> None:
     assert bounds_functions(trace(mask, "mask").program, codegen.Options()) == (None, None)
     assert bounds_functions(None, codegen.Options()) == (None, None)
+
+
+@pytest.mark.parametrize(("comparisons", "bounded"), [(5, True), (6, True), (7, False)])
+def test_masks_of_many_comparisons_have_no_bounds(comparisons: int, bounded: bool) -> None:
+    """The last is a condition of the row. One that always holds, and one that was made before, need no bound."""
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        seen = (q >= 0) & (kv <= q) & (kv <= q)
+        for i in range(comparisons - 2):
+            seen = seen & (kv >= q - 90 * (i + 1)) if i % 2 else seen | (kv < 7 * i + 3)
+        return seen & (IDS[q] > 1)
+
+    functions = bounds_functions(trace(mask, "mask").program, codegen.Options())
+    assert (functions != (None, None)) == bounded
 
 
 @triton.jit
