@@ -272,3 +272,47 @@ def test_nothing_of_a_tiled_function_lives_longer_than_its_result() -> None:
     assert not any(ref() is not None for ref in seen)
     y.sum().backward()
     assert len(seen) == 12 and not any(ref() is not None for ref in seen)
+
+
+@pytest.mark.parametrize("chunk", [16, 50])
+@pytest.mark.parametrize("how", ["one node", "one node, differentiable", "checkpoints"])
+def test_any_recomputation_draws_the_numbers_of_the_forward_pass(how: str, chunk: int) -> None:
+    captured = torch.full((3,), 2.0, requires_grad=how == "checkpoints")  # a tensor that is no parameter
+
+    def fn(x: Tensor) -> Tensor:
+        return nn.functional.dropout(x * captured, 0.4).sin()
+
+    x = torch.randn(1, 50, 3, requires_grad=True)
+    torch.manual_seed(3)
+    want = grads_of(torch.cat([fn(p) for p in x.split(chunk, 1)], 1), x)[0]
+    torch.manual_seed(3)
+    y = memory.tiled(fn, x, chunk=chunk)
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    assert torch.equal(grads_of(y, x, create_graph="differentiable" in how)[0], want)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_result_without_a_graph_needs_no_gradient() -> None:
+    x = torch.randn(1, 9, 5, requires_grad=True)
+    y = memory.tiled(lambda x: x.detach().sin(), x, chunk=4)
+    assert not y.requires_grad and torch.equal(y, x.detach().sin())
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_parameters_whose_gradients_are_cut_off_get_none(create_graph: bool) -> None:
+    x, weight = torch.randn(1, 9, 5, dtype=torch.float64, requires_grad=True), nn.Parameter(torch.randn(5, dtype=torch.float64))
+    y = memory.tiled(lambda x: x.sin() * weight.detach(), x, chunk=4)
+    dx, none = grads_of(y, x, weight, allow_unused=True, create_graph=create_graph)
+    torch.testing.assert_close(dx, *grads_of(x.sin() * weight.detach(), x))
+    assert none is None
+
+
+def test_checkpoints_of_chunks_leave_random_states_to_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state for every chunk would be 5 kB each."""
+    options: list[Any] = []
+    checkpoint = _tiles.checkpoint
+    monkeypatch.setattr(_tiles, "checkpoint", lambda *args, **given: options.append(given) or checkpoint(*args, **given))
+    captured, x = torch.randn(5, requires_grad=True), torch.randn(1, 9, 5, requires_grad=True)
+    memory.tiled(lambda x: x * captured, x, chunk=4).sum().backward()
+    assert len(options) == 3 and all((o["preserve_rng_state"], o["use_reentrant"]) == (False, False) for o in options)

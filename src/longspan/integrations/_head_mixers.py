@@ -38,7 +38,7 @@ def splits_by_heads(module: nn.Module, ranks: int) -> bool:
 def run_by_heads(module: Any, hidden: Tensor, plan: Plan, real: Tensor | None) -> Tensor:
     """The layer's output [B, L, D] of this rank's tokens. hidden: [B, L, D]. real: bool [B, S], False for padding, or None."""
     if real is not None:
-        hidden = (hidden * plan.shard(real.to(hidden.device), 1)[:, :, None]).to(hidden.dtype)
+        hidden = hidden * plan.shard(real.to(hidden.device), 1)[:, :, None]
     projected = _projections(module, hidden, plan)
     layer = _layer_of_some_heads(module, plan, projected)
     # The layer reads the shape and dtype of its input only.
@@ -66,7 +66,6 @@ def _layer_of_some_heads(module: Any, plan: Plan, projected: dict[str, Tensor]) 
     ranks, rank = plan.mesh.size, plan.mesh.rank
     layer = object.__new__(type(module))
     layer.__dict__.update(module.__dict__)
-    layer.__dict__.pop("forward", None)
     layer._modules, layer._parameters = {"norm": module.norm}, {}
     local: dict[str, Any] = {name: getattr(module, name) // ranks for name in _SIZES}
     local |= {name: getattr(module, name).chunk(ranks)[rank] for name in _BY_HEAD}

@@ -243,9 +243,7 @@ def _nothing(_saved: Any) -> Any:
 
 def _leaves(y: Any) -> set[int]:
     """Ids of the leaf tensors in the autograd graph of y; empty if y is no plain tensor or has no graph."""
-    if type(y) is not Tensor or y.grad_fn is None:
-        return set()
-    leaves, seen, nodes = set(), set(), [y.grad_fn]
+    leaves, seen, nodes = set(), set(), [y.grad_fn if type(y) is Tensor else None]
     while nodes:
         node: Any = nodes.pop()
         if node is None or node in seen:
