@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan as ls
+from longspan._engine.checks import is_plain
 from longspan._kernels import registry
 from longspan.testing import virtual_world
 
@@ -165,3 +167,30 @@ def test_vmap_over_a_mesh_raises(kernel: str) -> None:
             torch.vmap(lambda x: ls.attention(x, x, x, plan=plan, kernel=kernel))(torch.randn(3, 1, 2, 5, 8))
 
     virtual_world(2).run(rank)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_plain_tensors_are_of_no_subclass_and_nothing_intercepts_their_operations() -> None:
+    t, leftover = torch.zeros(3), []
+    torch.vmap(lambda x: (leftover.append(x), x.clone())[1])(torch.zeros(2, 3))
+    assert is_plain([]) and is_plain([t, torch.nn.Parameter(t)])
+    assert not is_plain([t, t.as_subclass(Subclass)]) and not is_plain([*leftover, t]) and not is_plain([t, *leftover])
+    with Seen():
+        assert not is_plain([t]) and not is_plain([])
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_torchs_signature_of_flex_attention_names_what_is_no_tensor_of_four_dims(name: str) -> None:
+    given = dict(zip(("query", "key", "value"), tensors().values(), strict=True))
+    with pytest.raises(TypeError, match=f"{name[0]}: expected a tensor, got list"):
+        ls.flex_attention(**given | {name: [1.0]}, enable_gqa=True)
+    with pytest.raises(ValueError, match=f"{name[0]}: expected 4 dims"):
+        ls.flex_attention(**given | {name: given[name][0]}, enable_gqa=True)

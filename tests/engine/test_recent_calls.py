@@ -126,3 +126,17 @@ def test_caches_are_bounded_by_default() -> None:
         calls.add(CallKey(calls._shared, "layouts"), f"score {n}", inputs, CallOptions(spec=specs.of(None, None, "cpu"), scale=0.5))
         counts.append(len(entered(calls, calls._shared, "layouts").calls))
     assert counts == [*range(1, 17), 1]
+
+
+def test_the_precision_of_matmuls_is_part_of_the_key_of_float32_only() -> None:
+    def keys() -> list[Any]:
+        return [CallCache().key(*(t.to(dtype) for t in (Q, K, V)), OPTIONS) for dtype in (torch.float32, torch.float64)]
+
+    matmul, before = torch.backends.cuda.matmul, keys()
+    kept = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32" if kept != "tf32" else "ieee"
+        after = keys()
+    finally:
+        matmul.fp32_precision = kept
+    assert before[0].layouts != after[0].layouts and before[1].layouts == after[1].layouts
