@@ -214,7 +214,7 @@ def _check_tokens(q: Tensor, k: Tensor, step: CacheStep) -> None:
 
 def _longest(step: CacheStep) -> int:
     """The number of tokens that a sequence of the step has, or will have when the step advances in a CUDA graph."""
-    return max(*step.ranges.lengths, step.ranges.longest or 0, 0)
+    return max((*step.ranges.lengths, step.ranges.longest or 0))
 
 
 def _check_captured(step: CacheStep) -> None:

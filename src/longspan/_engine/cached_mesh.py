@@ -176,7 +176,7 @@ class _MeshCall:
 
 def _tokens_of(columns: range, size: int, first: int, stop: int) -> Tensor:
     """Positions first … stop − 1 of the tokens in some pages, int64 on the host."""
-    tokens = (torch.tensor(columns, dtype=torch.int64, device="cpu")[:, None] * size + torch.arange(size, device="cpu")).flatten()
+    tokens = torch.tensor(columns, dtype=torch.int64, device="cpu")[:, None] * size + torch.arange(size, device="cpu")
     return tokens[(tokens >= first) & (tokens < stop)]
 
 
