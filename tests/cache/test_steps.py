@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -147,3 +148,11 @@ def test_tokens_come_before_heads() -> None:
     one, several = torch.arange(24.0).view(1, 2, 4, 3), torch.arange(48.0).view(2, 2, 4, 3)
     assert torch.equal(tokens_first(one), one[0].transpose(0, 1))
     assert torch.equal(tokens_first(several), torch.stack([several[n, :, i] for n in range(2) for i in range(4)]))
+
+
+def test_a_step_is_made_of_its_cache_ids_and_ranges_and_shows_no_other_state() -> None:
+    cache = make()
+    step = finish(cache.step(cache.allocate(2), 1))
+    assert [f.name for f in dataclasses.fields(CacheStep) if f.init] == ["cache", "ids", "ranges", "ragged"]
+    assert repr(step) == f"CacheStep(ids=(0, 1), ranges={step.ranges!r}, ragged=False)"
+    assert step != dataclasses.replace(step) and len({step, dataclasses.replace(step)}) == 2

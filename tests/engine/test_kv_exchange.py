@@ -95,6 +95,8 @@ def test_exchanges_of_one_step_arrive_side_by_side(separate: bool, two_buffers: 
             for n, one in enumerate(step.exchanges):
                 want = number + n * (2 if separate else 1) + 1 + (offset if separate else 0)
                 assert bool((rows[:, :, one.start : one.stop] == want).all())
+        given = (inputs.k, inputs.v, *(inputs.local_kv or ()))
+        assert tuple(kv.addresses) == (*(x.data_ptr() for x in given), *[0] * (4 - len(given)))
         if two_buffers and not i:
             assert inputs.local_kv is not None and all(map(torch.equal, inputs.local_kv, (k, v)))
         number = len(group.outs)

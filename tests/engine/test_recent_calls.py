@@ -93,6 +93,15 @@ def test_the_work_of_a_prepared_forward_pass_has_no_gradient_program(prepared: l
     assert all(work.joint is not None for _, work, _ in prepared[-1]._backwards.values())
 
 
+def test_the_work_of_a_forward_pass_has_no_gradient_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    joints, forward = [], one_device.forward_by
+    monkeypatch.setattr(
+        one_device, "forward_by", lambda kernel, work, *a, **o: (joints.append(work.joint), forward(kernel, work, *a, **o))[1]
+    )
+    ls.attention(*qkv(), mask=CAUSAL, score_mod=biased, scale=0.9)
+    assert joints == [None]
+
+
 def test_backward_passes_of_a_prepared_call_are_bounded(prepared: list[PreparedCall]) -> None:
     tensors, counts = qkv(), []
     for _ in range(3):
