@@ -19,7 +19,7 @@ from longspan._cost.rates import Shape
 from longspan._cost.timeline import Conditions
 from longspan.cli import bench, parse, printing, step_plan
 from longspan.cli.app import UsageError
-from longspan.cli.plan import Request, _degrees
+from longspan.cli.plan import Request, _degrees, _fastest_plan
 
 
 def test_a_row_of_the_table_of_ranks() -> None:
@@ -106,6 +106,11 @@ def test_masks_take_as_many_values_as_they_have(tmp_path: Path) -> None:
         "causal(1)": "causal takes 0 values",
         "prefix": "prefix takes 1 values",
         "prefix(1, 2)": "prefix takes 1 values",
+        "documents": "documents takes 1 values",
+        "documents([3], [9])": "documents takes 1 values",
+        "mod": "mod takes 1 values",
+        "mod('tests.cli.masks:even', 1)": "mod takes 1 values",
+        "full(1)": "full takes 0 values",
         "x": "unknown mask 'x'",
         "sliding_window": "sliding_window takes 1 or 2 values",
         "sliding_window(1, 2, 3)": "takes 1 or 2 values",
@@ -149,6 +154,31 @@ def test_degrees_are_powers_of_two_of_up_to_two_nodes_that_divide_devices_and_he
     for degree, why in ((5, "--ulysses: 12 devices do not divide by 5"), (4, "--ulysses: ")):
         with pytest.raises(UsageError, match=why):
             _degrees(request(12, 6, 6, degree), "auto")
+
+
+@pytest.mark.parametrize(
+    ("degree", "strategy", "asked"),
+    [
+        (None, "auto", [("auto", (4,)), ("auto", (2, 2))]),
+        (1, "auto", [("exchange", (4,))]),
+        (1, "ring", [("ring", (4,))]),
+        (2, "auto", [("auto", (2, 2))]),
+        (4, "auto", [("ulysses", (4,))]),
+        (None, "ulysses_ring", [("ulysses_ring", (2, 2))]),
+    ],
+)
+def test_a_plan_is_made_for_each_degree(degree: int | None, strategy: str, asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def planned(mask: Any, tokens: int, mesh: Any, *, strategy: str, **options: Any) -> Any:
+        assert str(mask) == str(ls.causal()) and tokens == 4096 and options.pop("cluster").name == "h200"
+        assert options == {"batch": 1, "heads": 8, "kv_heads": 8, "head_dim": 128, "conditions": Conditions(), "layout": "auto"}
+        calls.append((strategy, tuple(axis.size for axis in mesh.axes)))
+        return SimpleNamespace(report=lambda: SimpleNamespace(seconds=1.0), number=len(calls))
+
+    monkeypatch.setattr(ls, "plan", planned)
+    assert _fastest_plan(request(4, 8, 8, degree), strategy, layout="auto").number == 1  # of equal ones the first
+    assert calls == asked
 
 
 def test_lengths_of_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

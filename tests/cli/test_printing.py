@@ -44,6 +44,7 @@ def test_a_table_has_every_rank_of_16_or_a_sample_with_the_busiest_and_the_last(
     shown = [int(cell) for cell in table.columns[0].cells]
     assert len(shown) == rows == table.row_count and shown == sorted(set(shown))
     assert {0, ranks // 3, ranks - 1} <= set(shown)
+    assert all(column.no_wrap for column in table.columns)
     printing._console().print(table)
     assert capsys.readouterr().out.startswith("rank ")
 
@@ -59,3 +60,16 @@ def test_a_table_of_ranks_without_work_has_empty_bars() -> None:
     report.tiles[:] = 0
     table = printing._rank_table(report)
     assert [[str(cell).strip() for cell in table.columns[i].cells] for i in (1, 2)] == [["0", "0"], ["", ""]]
+
+
+def test_lines_of_a_report_are_not_wrapped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Report:
+        def __str__(self) -> str:
+            return "word " * 60 + "[end]"
+
+    asked: list[object] = []
+    made = SimpleNamespace(data="plan", report=lambda cluster, conditions: asked.append((cluster, conditions)) or Report())
+    monkeypatch.setattr(printing, "grid_lines", lambda data, rows, columns: [(0, f"{data} {rows} {columns}")])
+    monkeypatch.setattr(printing, "_rank_table", lambda report: "table")
+    printing.plan(made, "cluster", "conditions")
+    assert capsys.readouterr().out.splitlines() == ["plan 24 72", str(Report()), "table"] and asked == [("cluster", "conditions")]

@@ -22,6 +22,7 @@ from longspan.cli import oracle_checks as checking
 from longspan.cli import strategy_checks as spanning
 from longspan.cli import verify
 from longspan.cli.app import run
+from longspan.testing import oracle
 from longspan.testing.budget import FEW, budgets
 
 CPU = torch.device("cpu")
@@ -355,3 +356,20 @@ def test_processes_form_a_mesh_of_one_or_two_axes_and_sum_gradients_of_the_bias(
     assert spanning._over_processes(problem, "ring", shape) is results and summed == [results["dbias"]]
     two = [(("cpu", shape), {"mesh_dim_names": ("ring", "ulysses")})] if len(shape) == 2 else []
     assert asked == [*two, ("ring", made if two else spanning.dist.group.WORLD)]
+
+
+def test_rows_without_keys_and_heads_that_differ_are_checked() -> None:
+    mask = checking.Problem(mask="custom", score="none", dtype=torch.float64, device=CPU, tokens=43).made_mask
+    h, q, kv = torch.arange(4)[:, None, None], torch.arange(43)[:, None], torch.arange(43)
+    visible = mask(torch.tensor(0), h, q, kv)
+    assert (visible.any(-1) == (q[:, 0] % 5 != 0)).all() and visible[:, 42].sum(-1).tolist() == [10, 21, 32, 43]
+    assert not (visible & (kv > q)).any()
+
+
+def test_gradients_are_those_of_given_gradients_of_out_and_of_lse() -> None:
+    problem = checking.Problem(mask="window", score="bias", dtype=torch.float64, device=CPU, tokens=41, dim=8)
+    q, k, v = (t.clone().requires_grad_() for t in problem.inputs[:3])
+    score_mod, captured = problem.score_mod(torch.float64)
+    results = oracle(q, k, v, mask=problem.made_mask, score_mod=score_mod, return_lse=True)
+    grads = torch.autograd.grad(results, [q, k, v, *captured], [problem.inputs[3], problem.inputs[4].double()])
+    torch.testing.assert_close(problem.right, dict(zip(("out", "lse", "dq", "dk", "dv", "dbias"), (*results, *grads), strict=True)))

@@ -189,3 +189,11 @@ def test_rows_whose_keys_all_get_a_score_of_minus_infinity_are_empty() -> None:
     torch.testing.assert_close(out[:, :, others], oracle(q, k, v)[:, :, others])
     grads = torch.autograd.grad(out.square().sum(), (q, k, v))
     assert not grads[0][:, :, 2].any() and all(g.isfinite().all() for g in grads)
+
+
+def test_a_score_mod_may_take_rows_of_a_table() -> None:
+    q, k, v = inputs()
+    table = torch.arange(6.0, dtype=torch.float64).view(2, 3)
+    row = torch.tensor(1)
+    out = oracle(q, k, v, score_mod=lambda s, b, h, i, j: s * table[row, :].sum() / 12 + table[row, 2] * j)
+    torch.testing.assert_close(out, oracle(q, k, v, score_mod=lambda s, b, h, i, j: s + 5.0 * j))
