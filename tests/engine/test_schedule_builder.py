@@ -101,6 +101,7 @@ def test_ranks_receive_what_others_send_and_compute_each_visible_pair_once(name:
                 q_tiles, kv_tiles = tile_positions(tiles.q_tiles), tile_positions(tiles.kv_tiles)
                 flat = [p for tile in kv_tiles for p in tile]
                 assert flat == [p for r, p in buffer if r == row]
+                assert (tiles.kv_rows is not None) == (layouts > 1 and bool(step.exchanges))
                 if tiles.kv_rows is not None:
                     assert [buffer[j] for j in tiles.kv_rows.indices().tolist()] == [(row, p) for p in flat]
                 kinds = tiles.table.to_dense()[0, 0]
@@ -149,6 +150,14 @@ def test_a_backward_pass_leaves_out_stages_in_which_nothing_moves(name: str, bac
     for plan in plans(name):
         schedule = local_schedule(plan, ScheduleOptions(block=BLOCK, backward=backward, merge_stages=merge))
         assert [len(step.exchanges) for step in schedule.steps] == [len(stages) for stages in counts]
+
+
+def test_a_rank_that_computes_nothing_ends_with_its_first_step() -> None:
+    for rank in range(RANKS):
+        for layout, mask in (("contiguous", ls.mask_mod(lambda b, h, q, kv: q + kv < 0)), ("head_tail", ~ls.full())):
+            plan = ls.plan(mask, TOKENS, ls.Mesh.abstract(RANKS, rank=rank), layout=layout, strategy="ring").data
+            schedule = local_schedule(plan, ScheduleOptions(block=BLOCK))
+            assert schedule.last_step == (0,) and all(tiles.empty for step in schedule.steps for tiles in step.tiles)
 
 
 def test_schedules_are_cached_by_equal_options() -> None:
