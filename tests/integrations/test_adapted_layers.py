@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -14,9 +15,10 @@ pytest.importorskip("transformers")
 from tests.integrations.families import tiny_model
 from tests.integrations.tiny_models import relative
 
+import longspan as ls
 import longspan.integrations.transformers as lst
 from longspan.integrations import _one_query
-from longspan.integrations._adapters import _ADAPTERS, _alibi, adapt
+from longspan.integrations._adapters import _ADAPTERS, _alibi, _between_projections, adapt
 from longspan.integrations._forward import Forward, PlanKeepingCheckpoint, current_forward, described, in_forward
 from longspan.integrations._model_mask import ModelMask
 from longspan.integrations._relative_bias import RelativeBias, _farthest
@@ -192,3 +194,52 @@ def test_a_recomputed_function_runs_in_the_forward_of_its_first_run() -> None:
     assert described(layer) == "Linear"
     layer.layer_idx = 0  # type: ignore[assignment]
     assert described(layer) == "Linear of layer 0"
+
+
+# ----------------------------------------------------------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(("family", "name"), [("falcon", "FalconAttention"), ("bloom", "BloomAttention"), ("mpt", "MptAttention")])
+def test_adapted_layers_have_the_parameters_and_defaults_of_transformers(family: str, name: str) -> None:
+    model = tiny_model(family, "longspan")
+    layer = next(m for m in model.modules() if type(m).__name__ == name)
+    ours = inspect.signature(type(layer).forward, follow_wrapped=False).parameters
+    theirs = inspect.signature(type(layer).forward.__wrapped__).parameters
+    named = [parameter for parameter in ours.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    assert [p.name for p in named] == list(theirs)[: len(named)] and len(named) > 4
+    defaults = {p.name: p.default for p in theirs.values()}
+    assert {p.name: p.default for p in named} == {p.name: defaults[p.name] for p in named}
+
+
+@pytest.mark.parametrize("tokens", [None, 7])
+@pytest.mark.parametrize("training", [True, False])
+def test_queries_and_keys_get_the_dtype_of_values(tokens: int | None, training: bool) -> None:
+    """Rotary embeddings and half precision leave float32 queries and keys beside 16-bit values."""
+    calls: list[Any] = []
+
+    def attend(*args: Any, **options: Any) -> tuple[torch.Tensor, str]:
+        calls.append((args, options))
+        return torch.zeros(2, 5, 3, 4), "weights"
+
+    own = lambda *args: ("own", *args)
+    attn = _between_projections(lambda self: 0.5, lambda self: tokens)(attend, own)
+    layer = nn.Module().train(training)
+    layer.attn_dropout = nn.Dropout(0.25)
+    query, key, value = (torch.ones(2, 3, 5, 4, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.bfloat16))
+    assert attn(layer, query, key, value, "a tensor") == ("own", layer, query, key, value, "a tensor")
+    out, weights = attn(layer, query, key, value, mask := ModelMask(mask=ls.causal()))
+    assert out.shape == (2, 3, 5, 4) and weights == "weights"
+    (((module, *qkv, given), options),) = calls
+    assert module is layer and [t.dtype for t in qkv] == [torch.bfloat16] * 3 and (given is mask) == (tokens is None)
+    assert options == {"scaling": 0.5, "dropout": 0.25 if training else 0.0, "sliding_window": tokens}
+
+
+@torch.no_grad()
+def test_clipped_projections_of_mpt_equal_eager() -> None:
+    eager, model = (tiny_model("mpt", name) for name in ("eager", "longspan"))
+    for made in (eager, model):
+        for layer in made.modules():
+            if type(layer).__name__ == "MptAttention":
+                layer.clip_qkv = 0.05
+    assert relative(model(IDS).logits, eager(IDS).logits) < 3e-5
+    assert relative(tiny_model("mpt", "eager")(IDS).logits, eager(IDS).logits) > 1e-3
