@@ -102,6 +102,8 @@ ROWS = [
     Row(name="1 x 1k", lengths=[1024]),
     Row(name="1 x 131k", lengths=[131072]),
     Row(name="1 x 1M", lengths=[2**20]),
+    Row(name="1 x 1k, pages of 64", lengths=[1024], page_size=64),
+    Row(name="3 x 4k, pages of 64", lengths=[4096] * 3, page_size=64),
     *(Row(name=f"32 x 4k, pages of {size}", lengths=[4096] * 32, page_size=size) for size in (16, 64, 128)),
     *(Row(name=f"1 x 131k, pages of {size}", lengths=[131072], page_size=size) for size in (16, 64)),
     Row(name="mixed, total 512k, pages of 64", lengths=log_normal(2**19, 64), page_size=64),
