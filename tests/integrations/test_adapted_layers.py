@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.integrations.tiny_models import relative
 
 import longspan as ls
 import longspan.integrations.transformers as lst
-from longspan.integrations import _one_query
+from longspan.integrations import _adapters, _one_query
 from longspan.integrations._adapters import _ADAPTERS, _alibi, _between_projections, adapt
 from longspan.integrations._forward import Forward, PlanKeepingCheckpoint, current_forward, described, in_forward
 from longspan.integrations._model_mask import ModelMask
@@ -243,3 +244,34 @@ def test_clipped_projections_of_mpt_equal_eager() -> None:
                 layer.clip_qkv = 0.05
     assert relative(model(IDS).logits, eager(IDS).logits) < 3e-5
     assert relative(tiny_model("mpt", "eager")(IDS).logits, eager(IDS).logits) > 1e-3
+
+
+def test_models_and_parts_that_ask_for_longspan_are_adapted(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(_adapters, "adapt", lambda *args: made.append(args))
+
+    class Model(nn.Module):
+        base_model_prefix = "model"
+
+        def __init__(self, config: Any, part: nn.Module | None = None) -> None:
+            super().__init__()
+            self.config, self.part, self.linear = config, part, nn.Linear(2, 3)
+
+    class Part(Model):
+        pass
+
+    attend: Any = object()
+    configs = {name: SimpleNamespace(_attn_implementation=name) for name in ("longspan", "eager")}
+    init = _adapters.adapting(lambda self, config, *args: made.append((config, args)), attend)
+    init(Model(None), configs["eager"], 1)
+    init(Model(None), configs["longspan"], 2)
+    init(Model(None), SimpleNamespace())
+    assert made[:3] == [(configs["eager"], (1,)), (configs["longspan"], (2,)), (Model, configs["longspan"], attend)] and len(made) == 4
+    later = _adapters.adapting_later(lambda self, name: setattr(self, "asked", name), attend)
+    for outer, inner in (("eager", "longspan"), ("longspan", "eager"), ("longspan", "longspan")):
+        made.clear()
+        model = Model(configs[outer], Part(configs[inner]))
+        model.part.linear.config = configs["longspan"]  # type: ignore[union-attr]  # of no model
+        later(model, "given")
+        asks = [(kind, configs[name]) for kind, name in ((Model, outer), (Part, inner)) if name == "longspan"]
+        assert model.asked == "given" and made == [(kind, config, attend) for kind, config in asks]
