@@ -64,6 +64,17 @@ def test_layers_with_windows_are_not_supported() -> None:
         spanning._check_model(model_of("gemma3", "sdpa"))
 
 
+@pytest.mark.parametrize("config", [{"sliding_window": 5}, {"layer_types": ["full_attention", "conv"]}])
+def test_layers_of_other_kinds_are_found_by_their_windows_or_types(config: dict[str, Any]) -> None:
+    model = torch.nn.Linear(2, 3)
+    for settings in ({}, {"sliding_window": None, "layer_types": None}, {"layer_types": ["full_attention"]}):
+        model.config = SimpleNamespace(**settings)  # type: ignore[assignment]
+        spanning._check_model(model)
+    model.config = SimpleNamespace(**config)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="got other layers in Linear"):
+        spanning._check_model(model)
+
+
 class StandIn(spanning.SpanningAccelerator):
     """An accelerator without accelerate's own state. `prepared`: what accelerate prepares."""
 

@@ -17,8 +17,8 @@ from tests.integrations.tiny_models import batch_of, model_of, relative, results
 import longspan as ls
 import longspan.integrations.transformers as lst
 from longspan.integrations._batch import document_starts
-from longspan.integrations._forward import current_forward
-from longspan.integrations._plan_use import run_checked
+from longspan.integrations._forward import Forward, current_forward, in_forward
+from longspan.integrations._plan_use import run_checked, searching
 from longspan.testing import virtual_world
 
 SIZES = {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
@@ -299,3 +299,19 @@ def test_cross_attention_does_not_take_a_plan_of_one_sequence(by: str) -> None:
         lst.attention_forward(module, query, key, key, longspan_plan=plan)
     module = type("OwnAttention", (torch.nn.Module,), {})()
     lst.attention_forward(module, query, key, key, longspan_plan=plan)
+
+
+def test_documents_are_searched_in_positions_unless_a_plan_separates_them() -> None:
+    find = searching(lambda position_ids, extra=0: ("found", position_ids, extra))
+    assert find(1, extra=2) == ("found", 1, 2)
+    with in_forward(without := Forward(None)):
+        assert find(position_ids=1) == ("found", 1, 0) and not without.searched_documents
+    with in_forward(forward := Forward(planned()["longspan_plan"])):
+        assert find(1) is None and forward.searched_documents
+
+
+def test_the_rule_of_positions_is_noted_if_prepare_batch_made_them() -> None:
+    batch = batch_of("plain")
+    positions = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+    for given, rule in ({}, "by place"), ({"position_ids": positions}, None):
+        assert lst.prepare_batch({**batch, **given}, ls.Mesh.abstract(2))["longspan_plan"].position_rule == rule

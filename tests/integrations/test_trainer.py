@@ -98,7 +98,8 @@ def test_a_model_of_whole_sequences_gathers_its_results_by_token_and_no_others()
     def rank(mesh: Any) -> dict[str, Any]:
         model = llama("longspan")
 
-        def outputs(input_ids: torch.Tensor, **_: Any) -> dict[str, Any]:
+        def outputs(input_ids: torch.Tensor, **given: Any) -> dict[str, Any]:
+            assert given["fused_lm_head"] is True and "shift_labels" in given and not given.keys() & {"labels", "num_items_in_batch"}
             by_token = {"log_probs": input_ids.float() / 4, "correct": input_ids % 3 == 0}
             return {**by_token, "aux_loss": torch.tensor(2.5), "states": input_ids[..., None].float(), "name": "tiny", "loss": 1.0}
 

@@ -155,3 +155,27 @@ def test_the_loss_of_evaluation_is_summed_in_float64() -> None:
     for _ in range(2):
         made.prediction_step(None, None, True)
     assert made._loss_sum.tolist() == [3 * float(loss) + 7 * float(loss), 10.0]
+
+
+@pytest.mark.parametrize("reference", ["model", None])
+@pytest.mark.parametrize(("before", "after"), [({"_tp_size": 3}, 15), ({}, 5)])
+def test_the_reference_is_called_with_whole_sequences_and_tokens_are_counted_once(
+    reference: Any, before: dict[str, int], after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Base:
+        def __init__(self, *args: Any, **options: Any) -> None:
+            assert (args, options) == ((1,), {"beta": 2})
+            vars(self).update(before)
+            self.ref_model = reference
+
+    monkeypatch.setattr(spanning, "mesh_roles", {"mesh": ROLES}.__getitem__)
+    monkeypatch.setattr(SpanningMixin, "_check", lambda self: None)
+    made: Any = type("StandIn", (SpanningLogProbsMixin, Base), {})(1, mesh="mesh", beta=2)
+    assert made._tp_size == after and made.plan_options == {} and made._loss_sum.tolist() == [0.0, 0.0]
+    if reference is None:
+        assert made.ref_model is None
+    else:
+        assert isinstance(made.ref_model, spanning._WholeSequences) and made.ref_model.upper() == "MODEL"
+    given = {"strategy": "ring"}
+    options = type("StandIn", (SpanningMixin, Base), {})(1, mesh="mesh", plan_options=given, beta=2).plan_options
+    assert options == given and options is not given
