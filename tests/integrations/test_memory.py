@@ -459,3 +459,12 @@ def test_chunks_sum_gradients_of_float32_weights_in_float32_under_autocast() -> 
     assert memory.tile_mlps(nn.Sequential(mlp), 2) == ["0"]
     torch.testing.assert_close(of_mlp(x, grad), tuple(want))
     torch.testing.assert_close(of_head(x, labels)[0], sum(of_head(a, t)[0] for a, _, t in parts))
+
+
+@pytest.mark.parametrize(("keep", "inputs"), [("host", "device"), ("device", "host"), ("device", "device"), ("host", "host")])
+def test_long_context_has_a_store_for_each_place_on_the_host(keep: memory.Place, inputs: memory.Place) -> None:
+    model = memory.long_context(tiny("Llama"), keep=keep, inputs=inputs)
+    functions = [vars(m)["_gradient_checkpointing_func"] for m in model.modules() if "_gradient_checkpointing_func" in vars(m)]
+    stores = functions[0].keywords
+    assert len(functions) > 1 and all(f.keywords == stores for f in functions), "layers share their stores"
+    assert {name: store is not None for name, store in stores.items()} == {"keep": keep == "host", "inputs": inputs == "host"}

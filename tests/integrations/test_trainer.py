@@ -110,7 +110,11 @@ def test_a_model_of_whole_sequences_gathers_its_results_by_token_and_no_others()
             model=model,
             args=SimpleNamespace(device="cpu"),
         )
-        return _WholeSequences(outputs, cast(Any, trainer))(input_ids=ids, labels=ids, fused_lm_head=True)
+        whole = _WholeSequences(outputs, cast(Any, trainer))
+        for wrong in ({"labels": ids}, {"fused_lm_head": True}):
+            with pytest.raises(ValueError, match="expected a call with labels and fused_lm_head=True"):
+                whole(input_ids=ids, **wrong)
+        return whole(input_ids=ids, labels=ids, fused_lm_head=True)
 
     for got in virtual_world(3).run(rank):
         assert torch.equal(got["log_probs"], ids[:, :-1].float() / 4) and torch.equal(got["correct"], ids[:, :-1] % 3 == 0)
