@@ -468,3 +468,22 @@ def test_long_context_has_a_store_for_each_place_on_the_host(keep: memory.Place,
     stores = functions[0].keywords
     assert len(functions) > 1 and all(f.keywords == stores for f in functions), "layers share their stores"
     assert {name: store is not None for name, store in stores.items()} == {"keep": keep == "host", "inputs": inputs == "host"}
+
+
+def test_norms_of_x_alone_are_tiled_in_training() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def run(norm: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> list[tuple[int, ...]]:
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            seen.append(tuple(x.shape))
+            return x * 2
+
+        seen.clear()
+        assert torch.equal(memory._tiled_norm(norm, forward, 4, x, *args, **kwargs), x * 2)
+        return list(seen)
+
+    x = torch.randn(2, 9, 5, requires_grad=True)
+    norm = nn.LayerNorm(5)
+    assert run(norm, x) == [(2, 4, 5), (2, 4, 5), (2, 1, 5)] == run(nn.LayerNorm(5, elementwise_affine=False), x)
+    assert run(norm, x, x) == run(norm, x, gate=x) == run(nn.LayerNorm((9, 5)), x) == run(nn.LayerNorm(7), x) == [(2, 9, 5)]
+    assert run(norm, x[0]) == [(9, 5)] and run(norm.eval(), x) == [(2, 9, 5)]
