@@ -89,6 +89,10 @@ class ModelWithPositions(Model):
     def forward(self, input_ids: Any = None, position_ids: Any = None) -> None: ...
 
 
+class WithBoth(Decoder):
+    def forward(self, inputs_embeds: Any, position_ids: Any) -> None: ...  # type: ignore[override]
+
+
 class WithoutPositions(Decoder):
     def forward(self, inputs_embeds: Any = None) -> None: ...  # type: ignore[override]
 
@@ -98,7 +102,7 @@ class WithoutPositions(Decoder):
 
 def test_the_text_decoder_is_an_inner_model_of_the_text_config_that_takes_embeddings() -> None:
     model = Model()
-    assert decoder_of(model) is model.decoder
+    assert decoder_of(model) is model.decoder and isinstance(decoder_of(Model(WithBoth())), WithBoth)
     inner = nn.Linear(2, 2), WithoutPositions(), Decoder(SimpleNamespace()), 3
     for wrong in (*map(Model, inner), Decoder(), nn.Linear(2, 2)):
         with pytest.raises(ValueError, match=rf"with an inner text decoder .*, got {type(wrong).__name__}"):

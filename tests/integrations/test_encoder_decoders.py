@@ -163,7 +163,7 @@ def test_no_cache_is_made_beside_a_plan() -> None:
     def rank(mesh: Any) -> Any:
         model = model_of("T5")
         given: Any = lst.prepare_batch(batch_of(), mesh, config=model)
-        given.pop("use_cache")
+        assert given.pop("use_cache") is False
         return model(**given).past_key_values
 
     assert virtual_world(RANKS).run(rank) == [None] * RANKS
