@@ -9,6 +9,7 @@ import torch
 from tests.masks.test_intervals import EXPRESSIONS
 from torch import Tensor
 
+from longspan._masks.classify import TableShape, classify
 from longspan._masks.interval_rules import Interval
 from longspan._masks.interval_steps import KV, Q
 from longspan._masks.intervals import Interpreter, bounds
@@ -245,3 +246,20 @@ def test_lookups_are_certainly_outside_from_one_entry_past_either_end() -> None:
         with pytest.raises(ValueError, match=message):
             Interpreter(traced.program, traced.captured(), b=(0, 0), h=(0, 0), q=(0, 9), kv=(0, 1))
         Interpreter(traced.program, traced.captured(), b=(0, 0), h=(0, 0), q=(0, 9), kv=(0, 1), strict=False)
+
+
+@pytest.mark.parametrize("mask", [
+    lambda b, h, q, kv: torch.ones_like(IDS[:20] + q).sum() > kv,  # 20: as many ones as entries
+    lambda b, h, q, kv: (IDS[:20] + q).new_full((4,), 5).sum() > kv,
+    lambda b, h, q, kv: torch.zeros_like(IDS[:20]).sum() + 20 > kv,
+    lambda b, h, q, kv: q.new_full((4,), 5).sum() > kv,
+])  # fmt: skip
+def test_tensors_that_are_made_like_others_have_their_shape(mask: Callable[..., Tensor]) -> None:
+    traced = trace(mask, "mask")
+    table = classify(traced.program, traced.captured(), TableShape(q_len=11, kv_len=37, block=(4, 8)))
+    assert table.to_dense()[0, 0].tolist() == [[2, 2, 1, 0, 0]] * 2 + [[1, 1, 1, 0, 0]]
+
+
+def test_a_table_that_is_made_by_the_mask_is_looked_up_inside() -> None:
+    assert _inside(lambda b, h, q, kv: q.new_full((5,), 7)[q % 5] > kv) == [True]
+    assert _inside(lambda b, h, q, kv: torch.full_like(IDS + q, 7)[q % 5] > kv) == [False]

@@ -97,7 +97,7 @@ class Interpreter:
     def _evaluate_node(self, node: Node, env: dict[Node, Any]) -> Any:
         """The value of a node over the whole domain: a concrete tensor, a constant interval, an IntervalStep, or OPAQUE."""
         inputs = [env[a] for a in node.all_input_nodes]
-        if op_name(node) in CREATIONS and not any(isinstance(v, Tensor) and v.ndim for v in inputs):
+        if op_name(node) in CREATIONS and not node.all_input_nodes[0].meta["val"].ndim:  # of a scalar, only the dtype counts
             inputs = [torch.zeros((), dtype=a.meta["val"].dtype) for a in node.all_input_nodes]
             env = {**env, **dict(zip(node.all_input_nodes, inputs, strict=True))}
         if all(isinstance(v, Tensor) for v in inputs):
