@@ -76,7 +76,7 @@ class Demand:
         if row is not None and table.batch > 1:
             begin, end = row * table.heads * units, (row + 1) * table.heads * units
             runs = slice(int(table.ptr[begin]), int(table.ptr[end]))
-            work, unit, first, last = work[begin:end], unit[runs] - begin, first[runs], last[runs]
+            work, unit, first, last = work[begin:end], unit[runs], first[runs], last[runs]
         many = len(work) > units
         unit, first, last = _united(unit % units, first, last, units, in_order=not many)
         ptr = row_pointers(unit, units).long()
@@ -84,7 +84,7 @@ class Demand:
 
 
 def _row_of_run(table: BlockTable) -> Tensor:
-    return torch.repeat_interleave(torch.arange(table.rows), table.ptr.diff().long())
+    return torch.repeat_interleave(torch.arange(table.rows), table.ptr.diff())
 
 
 def _united(unit: Tensor, first: Tensor, last: Tensor, units: int, *, in_order: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,7 +136,7 @@ def pairs_per_row(
     length = (last - first + 1).long()
     if not len(length):
         return total
-    row = torch.repeat_interleave(torch.arange(table.rows), ptr.diff().long()).repeat_interleave(length)
+    row = torch.repeat_interleave(torch.arange(table.rows), ptr.diff()).repeat_interleave(length)
     column = expand_ranges(first.long(), length)
 
     edges = edges or (_even(table.q_len, size_q), _even(table.kv_len, size_kv))

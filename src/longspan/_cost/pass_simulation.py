@@ -23,7 +23,7 @@ class PassSimulation:
         self.compute_factor = _per_rank(work, conditions.stragglers)
         self.link_factor = _per_rank(work, conditions.slow_links)
         self.zero = torch.zeros(len(work.rank), dtype=torch.float64)
-        self.transfer_seconds = self._exchange_seconds(work.received, work.sent, work.kv_token_bytes)
+        self.transfer_seconds = self._exchange_seconds(work.kv_token_bytes)
 
     def run(self, *, backward: bool) -> PassTimes:
         """The pass."""
@@ -32,7 +32,7 @@ class PassSimulation:
         transfer, grad_return = self.transfer_seconds, self.transfer_seconds
         if backward:
             grad_bytes = work.kv_token_bytes * work.shape.grad_element / work.shape.element
-            grad_return = self._exchange_seconds(work.sent, work.received, grad_bytes)
+            grad_return = self._exchange_seconds(grad_bytes)
         before, after = self._transposes(backward)
         compute, arrival, returned = torch.zeros(3, 2, *seconds.shape, dtype=torch.float64)
         stream_free = compute_done = before  # exchanges follow each other in the order in which they are started
@@ -144,11 +144,11 @@ class PassSimulation:
 
     # ------------------------------------------------------------------------------------------------------------ communication
 
-    def _exchange_seconds(self, arriving: Tensor, leaving: Tensor, token_bytes: float) -> Tensor:
-        """Seconds of each step's all-to-all [R, K + 1]: the slower kind of link, in the slower direction."""
+    def _exchange_seconds(self, token_bytes: float) -> Tensor:
+        """Seconds of each step's all-to-all, or of its reverse [R, K + 1]: the slower kind of link, in the slower direction."""
         by_link = []
         for i, link in enumerate((self.cluster.inside, self.cluster.between)):
-            bytes_ = torch.maximum(arriving[i], leaving[i]) * token_bytes
+            bytes_ = torch.maximum(self.work.received[i], self.work.sent[i]) * token_bytes
             seconds = bytes_ * self.link_factor[:, None] / link.bandwidth + link.latency * self.work.exchanges
             by_link.append(torch.where(bytes_ > 0, seconds, 0.0))
         return torch.maximum(by_link[0], by_link[1])

@@ -193,7 +193,7 @@ def _arrival_steps(part: range, tiles: int, receiver: Tensor, first: Tensor, end
 def computed_tiles(table: BlockTable, kind: int, owner: Tensor, part: range) -> Tensor:
     """How many query tiles of each rank of `part` compute each KV tile [len(part), T], over the table's heads and batch rows."""
     ptr, first, last = table.runs(kind)
-    q_tile = torch.repeat_interleave(torch.arange(table.rows), ptr.diff().long()) % max(1, table.q_tiles)
+    q_tile = torch.repeat_interleave(torch.arange(table.rows), ptr.diff()) % max(1, table.q_tiles)
     return coverage(owner[q_tile], first.long(), last.long() + 1, table.kv_tiles, part)
 
 
@@ -205,10 +205,10 @@ def _active(table: BlockTable, owner: Tensor, step: Tensor, part: range, steps: 
     runs = []
     for kind in (FULL, PARTIAL):
         ptr, first, last = table.runs(kind)
-        row = torch.repeat_interleave(torch.arange(table.rows), ptr.diff().long())
+        row = torch.repeat_interleave(torch.arange(table.rows), ptr.diff())
         here = mine[row]
         row, base = row[here], owners[row[here]] * size
-        runs.append((row, base + first[here].long(), base + last[here].long() + 1))
+        runs.append((row, base + first[here], base + last[here] + 1))
     row, first, end = (torch.cat(column) for column in zip(*runs, strict=True))
     active = torch.zeros(len(part), steps, dtype=torch.float64)
     before = torch.zeros(len(part), size, dtype=torch.int32)

@@ -101,7 +101,7 @@ class BlockTable:
     @cached_property
     def _row_of_run(self) -> Tensor:
         """Row of each run, [runs] int64."""
-        return torch.repeat_interleave(torch.arange(self.rows), self.ptr.diff().long())
+        return torch.repeat_interleave(torch.arange(self.rows), self.ptr.diff())
 
     @cached_property
     def tiles_per_row(self) -> Tensor:
@@ -274,7 +274,7 @@ class BlockTable:
         for kind in (PARTIAL, FULL):
             ptr, first, last = self.runs(kind)
             length = (last - first + 1).long()
-            row = torch.repeat_interleave(torch.arange(self.rows), ptr.diff().long()).repeat_interleave(length)
+            row = torch.repeat_interleave(torch.arange(self.rows), ptr.diff()).repeat_interleave(length)
             count = torch.bincount(row, minlength=self.rows)
             entry = torch.arange(len(row)) - (count.cumsum(0) - count)[row]
             indices = torch.zeros(self.rows, self.kv_tiles, dtype=torch.int32)

@@ -56,9 +56,7 @@ def _select(x: Tensor, dim: int, layout: Layout, rank: int, row: int = 0) -> Ten
 def unshard(x: Tensor, dim: int, layout: Layout, mesh: Mesh, place: Tensor | None = None) -> Tensor:
     """The whole tensor from every rank's part along dim. `place`: `places(layout, x.device)`, where the caller has it."""
     dim = dim % x.ndim
-    rows = x.movedim(dim, 0)
-    if len(layout.rows) > 1:
-        rows = x.movedim(dim, 1).transpose(0, 1)  # tokens first, the batch second
+    rows = x.movedim(dim, 0)  # where batch rows differ, the batch is dim 1
     counts = tuple(layout.local_len(rank) for rank in range(layout.ranks))
     fields = {"layout": layout.digest[:12]}  # ranks compare it: two layouts may have the same counts
     gathered = Gather(mesh=mesh, counts=counts, what=f"unshard along dim {dim} of {x.ndim}", fields=fields)(rows)
@@ -99,7 +97,7 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, gather: Gather, back: bool) -> Tensor:
         ctx.gather, ctx.back = gather, back
         exchange, what = (reduce_scatter_rows, f"{gather.what}, backward pass") if back else (all_gather_rows, gather.what)
-        return exchange(gather.mesh, rows.contiguous(), gather.counts, what=what, fields=gather.fields)
+        return exchange(gather.mesh, rows, gather.counts, what=what, fields=gather.fields)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]

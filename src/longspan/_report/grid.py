@@ -34,7 +34,7 @@ def density_grid(data: PlanData, height: int, width: int) -> DensityGrid:
     column_of_tile = torch.arange(table.kv_tiles) * width // table.kv_tiles
 
     runs = int(table.ptr[table.q_tiles])
-    line_of_run = torch.repeat_interleave(line_of_tile, table.ptr[: table.q_tiles + 1].diff().long())
+    line_of_run = torch.repeat_interleave(line_of_tile, table.ptr[: table.q_tiles + 1].diff())
     change = torch.zeros(height, table.kv_tiles + 1, dtype=torch.float64)  # +1 where a run begins, −1 past its end
     ones = torch.ones(runs, dtype=torch.float64)
     change.index_put_((line_of_run, table.first[:runs].long()), ones, accumulate=True)

@@ -96,7 +96,7 @@ def _arrivals(data: PlanData) -> dict[str, Tensor]:
     step_of_stage = torch.zeros(schedule.stages + 1, dtype=torch.int64)
     for i, stages in enumerate(schedule.steps):
         step_of_stage[stages.start : stages.stop] = i + 1
-    order = (receiver * (kv.tiles + 1) + first).argsort()
+    order = (receiver * kv.tiles + first).argsort()
     return {
         "step_ptr": torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(receiver, minlength=ranks).cumsum(0)]),
         "step_first": first[order],
