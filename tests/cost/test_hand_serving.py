@@ -108,8 +108,9 @@ def test_the_crossover_is_the_first_share_at_which_kv_wins() -> None:
     share = crossover(MODEL, group, 50_000)
     wins = [passed_tensors(MODEL, group, n, 50_000 - n).choice == "KV" for n in (round(share * 50_000) - 50, round(share * 50_000))]
     assert 0.0 < share < 1.0 and share * 1000 == pytest.approx(round(share * 1000)) and wins == [False, True]
-    few = crossover(MODEL, group, 700)  # every number of tokens is tried
-    assert abs(few - share) < 0.01 and few * 700 == pytest.approx(round(few * 700))
+    for total in (9, 700, 1999, 2003):  # every number of new tokens is tried up to 1,999, every second one from 2,000 on
+        winners = [new for new in range(0, total, total // 1000 or 1) if passed_tensors(MODEL, group, new, total - new).choice == "KV"]
+        assert crossover(MODEL, group, total) == winners[0] / total, total
     assert (
         crossover(replace(MODEL, kv_heads=12, heads=12), ServingGroup(cluster=cluster, tp=2, cp=5), 3) == 1.0
     )  # queries are always fewer bytes

@@ -9,7 +9,7 @@ import torch
 
 import longspan as ls
 from longspan._balance import demand
-from longspan._cost.pair_counts import _count, counts
+from longspan._cost.pair_counts import _count, balance_of, counts
 
 
 def growing(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -70,3 +70,8 @@ def test_pairs_that_have_been_counted_are_not_counted_again() -> None:
     owner = data.tiles[0].queries.owner
     assert made.pairs.tolist() == [3 * float(given[owner == rank].sum()) for rank in range(2)]
     assert torch.equal(made.tiles, counts(data).tiles) and not torch.equal(made.pairs, counts(data).pairs)
+
+
+@pytest.mark.parametrize(("pairs", "balance"), [([0.0, 0.0], 1.0), ([1.0, 0.0], 2.0), ([0.25, 0.5, 0.0], 2.0), ([5.0], 1.0)])
+def test_the_balance_of_few_pairs_is_that_of_many(pairs: list[float], balance: float) -> None:
+    assert balance_of(torch.tensor(pairs)) == balance

@@ -24,6 +24,9 @@ MASKS = {
     "nothing": lambda b, h, q, kv: q < 0,
     "blocks": lambda b, h, q, kv: torch.sin((q // 16 * 3 + kv // 8).float()) > 0,
     "rows": lambda b, h, q, kv: (q + b * 7 + h * 50) % 90 < 60,
+    "all but the first query": lambda b, h, q, kv: q > 0,
+    "all but the first key": lambda b, h, q, kv: kv > 0,
+    "the last query and key": lambda b, h, q, kv: (q >= 299) | (kv >= 199),
     "all but one": lambda b, h, q, kv: (q != 131) | (kv != 77) | ((q * kv) % 3 == 9),
 }
 
@@ -237,3 +240,11 @@ def test_progress_counts_batch_rows_and_heads_and_writes_nothing():
     shares: list[float] = []
     text = _reported([(0.1, 0.25), (0.3, 0.25), (0.4, 0.5), (9.0, 0.5), (10.0, 1.0), (11.0, 0.5)], parts=4, progress=shares.append)
     assert text == "" and shares == [0.0625, 0.125, 0.25, 0.375]
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(3, 130), (130, 3)])
+def test_levels_follow_the_longer_side(q_len, kv_len, monkeypatch):
+    made: list[int] = []
+    monkeypatch.setattr(classify_module, "_sides", lambda levels, tiles: made.append(tiles) or _sides(levels, tiles))
+    table = classify(None, (), TableShape(q_len=q_len, kv_len=kv_len, block=(1, 1)))
+    assert made == [130] and table.counts() == (0, 0, 390)
