@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ from tests.engine.call_cases import BIAS, CAUSAL, biased, qkv
 from torch import Tensor
 
 import longspan as ls
-from longspan._engine import one_device
+from longspan._engine import call_cache, one_device
 from longspan._engine.attention import AttendOptions, attend
-from longspan._engine.call_cache import CallCache, CallEntry, CallKey
+from longspan._engine.call_cache import CallCache, CallEntry, CallKey, score_key
 from longspan._engine.ops import specs
 from longspan._engine.prepared_call import PreparedCall
 from longspan._engine.table_cache import TableCache
@@ -54,15 +55,19 @@ def test_the_calls_used_last_are_kept(shared: bool) -> None:
     assert cache.entry(CallKey(Full(), "a")) is None
 
 
+@pytest.mark.parametrize("transform", ["vmap", "grad"])
 @pytest.mark.parametrize("leftover", range(3))
-def test_tensors_that_a_transform_left_behind_have_no_key(leftover: int) -> None:
+def test_tensors_that_a_transform_left_behind_have_no_key(leftover: int, transform: str) -> None:
     tensors, kept = [Q, K, V], []
 
     def keep(x: Tensor) -> Tensor:
         kept.append(x)
-        return x.clone()
+        return x.sum()
 
-    torch.vmap(keep)(torch.stack([tensors[leftover]] * 2))
+    if transform == "vmap":
+        torch.vmap(keep)(torch.stack([tensors[leftover]] * 2))
+    else:
+        torch.func.grad(keep)(tensors[leftover])
     cache = CallCache()
     assert cache.key(*tensors, OPTIONS) is not None
     tensors[leftover] = kept[0]
@@ -149,3 +154,60 @@ def test_the_precision_of_matmuls_is_part_of_the_key_of_float32_only() -> None:
     finally:
         matmul.fp32_precision = kept
     assert before[0].layouts != after[0].layouts and before[1].layouts == after[1].layouts
+
+
+def test_recent_calls_of_many_scales_are_bounded() -> None:
+    cache, counts = CallCache(size=3), []
+    for n in range(7):
+        options = OPTIONS._replace(scale=0.5 + n)
+        key = cache.key(Q, K, V, options)
+        assert key is not None
+        cache.note_recent(Q, K, V, options, key, CallEntry())
+        counts.append(len(cache._recent))
+    assert counts == [1, 2, 3, 1, 2, 3, 1]
+
+
+@pytest.mark.parametrize("misaligned", range(3))
+def test_misaligned_tensors_have_no_key(misaligned: int) -> None:
+    tensors = [Q, K, V]
+    cache, x = CallCache(), tensors[misaligned]
+    key, entry = cache.key(*tensors, OPTIONS), CallEntry()
+    assert key is not None
+    cache.note_recent(*tensors, OPTIONS, key, entry)
+    tensors[misaligned] = torch.zeros(x.numel() + 1)[1:].view(x.shape)
+    assert cache.key(*tensors, OPTIONS) is None and cache.recent(*tensors, OPTIONS) is None
+    assert cache.recent(Q, K, V, OPTIONS) is entry
+
+
+def test_a_recent_score_mod_is_found_by_its_guard_alone_for_aligned_tensors() -> None:
+    entry, t, u = CallEntry(), torch.zeros(8, 8), torch.zeros(5)
+    call: Any = SimpleNamespace(is_current=lambda: True)
+    entry.calls[score_key("a", [t, u])] = call
+    assert entry.call_with_score("a", [t, u]) is call
+    entry.calls.clear()
+    assert entry.call_with_score("a", [t.clone(), u.clone()]) is call
+    for other in ([torch.zeros(65)[1:].view(8, 8), u], [t, torch.zeros(6)[1:]], [t, torch.zeros(6)]):
+        assert entry.call_with_score("a", other) is None
+    negated: Any = [t, torch._neg_view(u)]
+    entry.calls[score_key("a", negated)] = call
+    entry._recent_score = None
+    assert entry.call_with_score("a", negated) is None and entry.call_with_score("a", [t, u]) is call
+    entry = CallEntry({score_key("a", [torch.zeros(65)[1:].view(8, 8)]): call})
+    assert entry.call_with_score("a", [torch.zeros(65)[1:].view(8, 8)]) is call and entry._recent_score is None
+
+
+def test_versions_tell_modifications_of_a_callers_own_tensors_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cuda, inference in ((True, False), (True, True), (False, False), (False, True)):
+        tensor: Any = SimpleNamespace(is_cuda=cuda, is_inference=lambda inference=inference: inference)
+        assert call_cache._is_versioned(tensor) is (cuda and not inference)
+    first, second = torch.zeros(40, dtype=torch.int64), torch.ones(40, dtype=torch.int64)
+    mask = ls.mask_mod(lambda b, h, q, kv: (first[q] == first[kv]) & (second[q] == second[kv]))
+    uncounted: list[Tensor] = []
+    monkeypatch.setattr(call_cache, "_is_versioned", lambda tensor: not any(tensor is u for u in uncounted))
+    assert call_cache._versions_tell(mask, [first, second])
+    assert not call_cache._versions_tell(mask, [first, second.clone()]) and not call_cache._versions_tell(mask, [first.clone(), second])
+    uncounted.append(second)
+    assert not call_cache._versions_tell(mask, [first, second])
+    uncounted.clear()
+    computed = ls.mask_mod(lambda b, h, q, kv: first.int()[q] == first.int()[kv])
+    assert not call_cache._versions_tell(computed, list(computed.traced.sources))
