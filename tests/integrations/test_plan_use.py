@@ -16,6 +16,7 @@ from tests.integrations.tiny_models import batch_of, model_of, relative, results
 
 import longspan as ls
 import longspan.integrations.transformers as lst
+from longspan.integrations import _decoders
 from longspan.integrations._batch import document_starts
 from longspan.integrations._forward import Forward, current_forward, in_forward
 from longspan.integrations._plan_use import run_checked, searching
@@ -301,13 +302,20 @@ def test_cross_attention_does_not_take_a_plan_of_one_sequence(by: str) -> None:
     lst.attention_forward(module, query, key, key, longspan_plan=plan)
 
 
-def test_documents_are_searched_in_positions_unless_a_plan_separates_them() -> None:
+def test_documents_are_searched_in_positions_unless_a_plan_separates_them(monkeypatch: pytest.MonkeyPatch) -> None:
     find = searching(lambda position_ids, extra=0: ("found", position_ids, extra))
     assert find(1, extra=2) == ("found", 1, 2)
     with in_forward(without := Forward(None)):
         assert find(position_ids=1) == ("found", 1, 0) and not without.searched_documents
-    with in_forward(forward := Forward(planned()["longspan_plan"])):
+    with in_forward(forward := Forward(plan := planned()["longspan_plan"])):
         assert find(1) is None and forward.searched_documents
+    checked: list[Any] = []
+    monkeypatch.setattr(_decoders, "check_no_documents", lambda *args: checked.append(args[:2]))
+    for plan.whole_inputs, in_decoder in ((True, False), (False, True), (True, True)):
+        with in_forward(forward := Forward(plan)):
+            forward.in_decoder = in_decoder
+            assert find(1, 2) is None and find(position_ids=3) is None
+    assert checked == [(forward, 1), (forward, 3)], "by the decoder of a model with other inputs"
 
 
 def test_the_rule_of_positions_is_noted_if_prepare_batch_made_them() -> None:
