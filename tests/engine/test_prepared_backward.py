@@ -156,6 +156,18 @@ def test_a_pass_is_not_taken_in_a_capture_for_second_derivatives_or_batched_grad
     assert one.again() is None
 
 
+def test_prepared_passes_are_for_gradients_of_out_alone(prepared: list[PreparedCall], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, asked = made(prepared), []
+    monkeypatch.setattr(one.call, "backward_again", lambda *arguments: asked.append(arguments))
+    leaves = [one.tensors[name].requires_grad_() for name in "qkv"]
+    out, lse = one.call(*leaves, None, [], lse=True)
+    for with_out, with_lse in ((True, False), (True, True), (False, True)):
+        asked.clear()
+        results = [x for x, used in ((out, with_out), (lse, with_lse)) if used]
+        torch.autograd.grad(results, leaves, [torch.ones_like(x) for x in results], retain_graph=True)
+        assert bool(asked) is (not with_lse)
+
+
 def test_gradients_of_lse_and_negated_gradients_of_prepared_calls(prepared: list[PreparedCall]) -> None:
     tensors, grad = qkv(), torch.randn(1, 4, 40, 16)
     for times in range(4):
