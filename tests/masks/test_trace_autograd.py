@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.autograd_functions import StraightThrough
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import check_backward_validity, checkpoint
 
 import longspan as ls
 from longspan._masks import trace_autograd, tracing
@@ -132,6 +132,18 @@ def test_a_custom_function_is_allowed_where_no_gradient_flows() -> None:
     tracing.trace(lambda score, b, h, q, kv: score + straight_through(q), "score")
     with torch.no_grad():
         tracing.trace(_of_score(straight_through), "score")
+
+
+@pytest.mark.usefixtures("tracer")
+def test_torch_may_read_the_state_that_a_mod_may_not(capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(x: Tensor) -> Tensor:
+        print(x)  # reads grad_fn and requires_grad
+        with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
+            check_backward_validity([x.detach()])
+        return x * 2
+
+    tracing.trace(_of_score(printed), "score")
+    assert capsys.readouterr().out
 
 
 def test_an_assignment_to_data_is_rejected_in_a_mask() -> None:
