@@ -46,6 +46,39 @@ def test_the_end_of_a_command_is_its_exit_code(
     assert capsys.readouterr() == ("", said)
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: not enough memory"), RuntimeError("out of memory")])
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [(["--tokens", "9"], "a smaller --tokens"), (["--gpus=2", "--context=9"], "a smaller --context"), (["--tokenss=9"], "smaller sizes")],
+)
+def test_too_little_memory_is_exit_code_1_with_advice(
+    error: Exception, options: list[str], advice: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(app, "application", lambda commands: ends)
+    assert run(["plan", *options]) == 1 and app.describe(error) == "out of memory"
+    assert capsys.readouterr().err == f"longspan plan: out of memory; give {advice}, or more memory to this process\n"
+
+
+def test_other_errors_of_a_command_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(app, "application", lambda commands: ends)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        run(["plan"])
+    texts = {
+        RuntimeError("x"): "RuntimeError: x",
+        KeyError(): "KeyError",
+        ValueError("y"): "y",
+        ValueError(): "ValueError",
+        OSError("z"): "z",
+    }
+    assert {error: app.describe(error) for error in texts} == texts and app.describe(FileNotFoundError(2, "No such file")) == "No such file"
+
+
 def test_without_a_command_the_help_is_printed_with_exit_code_2(capsys: Any) -> None:
     assert run([]) == 2
     out, err = capsys.readouterr()

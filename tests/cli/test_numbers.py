@@ -210,6 +210,7 @@ def test_a_ratio_is_sdpas_time_over_ours_and_results_may_differ_by_rounding() ->
     ones = torch.ones(100)
     for eps, same in ((3e-4, True), (4e-4, False)):  # the square root of float32's epsilon is 3.45e-4
         assert bench._same([ones, ones * (1 + eps)], [ones, ones]) is same
+    assert bench._same([ones * 0], [ones * 0])
     assert bench._same([ones.bfloat16() * 1.0625], [ones.bfloat16()]) and not bench._same([ones.bfloat16() * 1.125], [ones.bfloat16()])
 
 

@@ -159,7 +159,8 @@ def test_the_lowest_rank_that_failed_by_itself_is_the_cause() -> None:
     assert virtual._root_cause({0: RankLost(), 5: other, 2: own}, 7) is own
     assert own.__notes__ == ["raised by rank 2 of a virtual world of 7; ranks that also failed by themselves: 5"]
     chained = {3: lost(cause=RankLost()), 4: lost(context=lost(cause=RankLost())), 6: other}
-    assert virtual._root_cause(chained, 7) is other
+    alone = ValueError("c")
+    assert virtual._root_cause({**chained, 6: alone}, 7) is alone and alone.__notes__ == ["raised by rank 6 of a virtual world of 7"]
     first = RankLost("x")
     assert virtual._root_cause({4: first, 1: RankLost("y")}, 5) is first and first.__notes__ == ["raised by rank 4 of a virtual world of 5"]
     assert virtual._is_consequence(None) is False and virtual._is_consequence(own) is False
@@ -175,10 +176,10 @@ def test_reports_of_ranks_that_die_are_missing_and_others_have_five_seconds(monk
     assert got == {0: (True, pickle.dumps(7)), 2: (False, b"Traceback")}
     for failure in ("died", "raised"):
         pair, silent = multiprocessing.Pipe(), multiprocessing.Pipe()
-        pair[1].close() if failure == "died" else pair[1].send((False, b""))
+        pair[1].close() if failure == "died" else pair[1].send((False, b"Traceback"))
         monkeypatch.setattr(processes, "_AFTER_A_FAILURE", 0.05)
         start = time.monotonic()
-        assert processes._reports([silent[0], pair[0]], 20.0) == ({} if failure == "died" else {1: (False, b"")})
+        assert processes._reports([silent[0], pair[0]], 20.0) == ({} if failure == "died" else {1: (False, b"Traceback")})
         assert time.monotonic() - start < 10
     silent = multiprocessing.Pipe()
     assert processes._reports([silent[0]], 0.01) == {}

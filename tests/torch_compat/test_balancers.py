@@ -133,6 +133,12 @@ def test_the_last_rank_has_the_short_last_block(length: int, ranks: int, shares:
     assert [len(part) for part in parts] == shares and parts[-1][-1] == length - 1
 
 
+def test_blocks_of_one_size_are_dealt_by_work_alone() -> None:
+    """10 blocks of 2 tokens, of which the last one has the most work: 5 turns, the first one from rank 0 on."""
+    parts = positions(tc._PTRRLoadBalancer(by_blocks(20), 2), 20, 2)
+    assert [part[-2:] for part in parts] == [[18, 19], [16, 17]] and [len(part) for part in parts] == [10, 10]
+
+
 @pytest.mark.parametrize("given", [{"block": (4, 8)}, {"heads": 7}])
 def test_oblong_blocks_and_masks_per_head_raise(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected square blocks and one mask for all heads"):
