@@ -95,6 +95,7 @@ def test_a_prepared_call_that_merges_its_tiles_launches_the_same(kind: str, laun
     assert values[8:] == unprepared[8:] and made._held is not None
     counters = made._held.memory.view(torch.int32)[made._offsets[2] // 4 :]
     assert values[7] == counters.data_ptr() and not counters[: made._counters].any() and made._counters == 4
+    assert made._offsets[2] + 4 * made._counters <= made._lse_offset <= 4 * made._floats - 4 * lse.numel()
 
 
 def test_tensors_of_a_score_mod_are_those_of_the_call(launches: Launches) -> None:
@@ -126,6 +127,7 @@ def test_a_profilers_hook_or_another_device_takes_the_way_of_other_calls(launche
         launches.clear()
         made(q, k, v, ())
     assert len(by_triton) == 2 and not launches.names
+    assert by_triton[0][:3] == [t.data_ptr() for t in (q, k, v)]
     devices = iter([1, 1, None, 1, None])  # the other device until the launch makes its own current
     monkeypatch.setattr(prepared_launch, "current_cuda_device", lambda: next(devices))
     made(q, k, v, ())
