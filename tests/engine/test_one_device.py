@@ -69,3 +69,30 @@ def test_results_have_the_dtypes_of_the_call() -> None:
     tensors = BackwardTensors(inputs=inputs, out=state.out, lse=state.lse, grad_out=torch.ones_like(state.out), grad_lse=None, needs=())
     grads, grad_sink = one_device.backward(tensors, OPTIONS)
     assert (grads.q.dtype, grads.k.dtype, grads.v.dtype, grad_sink) == (torch.bfloat16, torch.bfloat16, torch.bfloat16, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({}, "triton"),
+        ({"name": "cpu"}, "chosen"),
+        ({"decodes": False}, "chosen"),
+        ({"cuda": False}, "chosen"),
+        ({"installed": False}, "chosen"),
+        ({"few": False}, "chosen"),
+        ({"unsupported": "a reason"}, "chosen"),
+    ],
+    ids=str,
+)
+def test_few_queries_on_a_gpu_take_the_decode_kernel_if_none_is_named(
+    change: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"name": "auto", "decodes": True, "cuda": True, "installed": True, "few": True, "unsupported": None} | change
+    capabilities = SimpleNamespace(unsupported=given["unsupported"])
+    monkeypatch.setattr(one_device, "has_triton", lambda: given["installed"])
+    monkeypatch.setattr(one_device, "is_decoding", lambda inputs, work: given["few"])
+    monkeypatch.setattr(one_device, "kernel_named", lambda name: SimpleNamespace(name=name, capabilities=lambda inputs, work: capabilities))
+    monkeypatch.setattr(one_device, "choose", lambda name, calls: SimpleNamespace(kernel=SimpleNamespace(name="chosen")))
+    inputs: Any = SimpleNamespace(q=SimpleNamespace(is_cuda=given["cuda"]))
+    call: Any = one_device.KernelCall(inputs, SimpleNamespace())  # type: ignore[arg-type]
+    assert one_device._pass_kernel(given["name"], call, decodes=given["decodes"]).name == name
