@@ -143,7 +143,9 @@ def test_measurements_have_about_as_many_tokens_as_calls(tokens: int, sample: in
     assert _liger.sample_tokens(tokens) == sample
 
 
-@pytest.mark.parametrize(("tokens", "dim", "vocabulary", "chunk"), [(16384, 4096, 32000, 2048), (5, 4096, 32000, 1), (100, 64, 32, 100)])
+@pytest.mark.parametrize(
+    ("tokens", "dim", "vocabulary", "chunk"), [(16384, 4096, 32000, 2048), (5, 4096, 32000, 1), (9, 4, 64, 1), (100, 64, 32, 100)]
+)
 def test_the_chunk_of_liger_is_known(tokens: int, dim: int, vocabulary: int, chunk: int) -> None:
     assert _liger.liger_chunk(tokens, dim, vocabulary) == chunk
 

@@ -200,6 +200,9 @@ def test_mlps_of_two_arguments_are_not_tiled() -> None:
 
 def test_mlps_are_tiled_but_not_experts() -> None:
     assert memory.tile_mlps(tiny("Llama"), 8) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    pair = type("TinyMLP", (nn.Sequential,), {})(nn.Linear(3, 5), nn.Linear(5, 3))
+    one = type("OneMLP", (nn.Sequential,), {})(nn.Linear(3, 3))
+    assert memory.tile_mlps(nn.ModuleDict({"pair": pair, "one": one}), 8) == ["pair"]
     mixture = tiny("Mixtral", num_local_experts=2)
     assert not any("experts" in name or name.endswith("block_sparse_moe") for name in memory.tile_mlps(mixture, 8))
 
