@@ -158,3 +158,10 @@ def test_exchange_is_estimated_with_up_to_eight_stages() -> None:
     exchange, ring = one_axis_strategy("exchange"), one_axis_strategy("ring")
     assert auto._stage_counts(exchange, None) == ((None, 1), (2, 4, 8)) and auto._stage_counts(exchange, 3) == ((3,), ())
     assert auto._stage_counts(ring, None) == auto._stage_counts(ring, 3) == ((None,), ())
+
+
+@pytest.mark.parametrize(("computing", "reason"), [(2.0, "computes 1000.000 ms longer"), (1.5, "waits 1500.000 ms longer for data")])
+def test_a_slower_option_is_told_the_larger_of_its_delays_and_computation_of_equal_ones(computing: float, reason: str) -> None:
+    best, slower = option("best", 1.0, 1.0, computing=1.0), option("slower", 2.0, 2.0, computing=computing)
+    text = str(Considered(options=(best, slower), not_possible=(), cluster=cluster("h100"))).splitlines()
+    assert text[3].endswith(f"%  {reason} ~")
