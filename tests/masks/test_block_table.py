@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longspan._masks import tile_runs
-from longspan._masks.block_table import BlockTable, Counts, expand_ranges
+from longspan._masks.block_table import FULL, BlockTable, Counts, expand_ranges
 from longspan._masks.tile_runs import Segments, join_neighbours, row_pointers
 
 SIZES = [(1, 1, 1, 1), (2, 3, 5, 7), (3, 1, 4, 9), (1, 2, 1, 6), (1, 1, 8, 1), (2, 1, 33, 70)]
@@ -225,3 +225,7 @@ def test_a_table_has_one_batch_row_and_head_by_default() -> None:
     )
     assert (table.batch, table.heads, table.rows, table.tiles, table.mask_mod) == (1, 1, 2, None, None)
     assert table.counts() == (6, 0, 0)
+
+
+def test_a_picture_has_at_most_32_lines_of_64_characters() -> None:
+    assert table_of(torch.full((1, 1, 41, 83), FULL)).picture().splitlines() == ["█" * 64] * 32

@@ -137,3 +137,11 @@ def test_programs_of_other_masks_and_forms_differ() -> None:
     assert len({program.key for program in programs}) == 3
     again = trace(lambda b, h, q, kv: q > kv, "mask").program
     assert pair_program(again, form)[0] is programs[1]
+
+
+def test_programs_are_looked_up_by_the_rest_of_the_mask() -> None:
+    """Also where hashes are equal: keys of different programs differ, and equal programs are one key."""
+    one, same, other = (trace(lambda b, h, q, kv, n=n: q + n >= kv, "mask").program for n in (2, 2, 3))
+    keys = [selected_shard._ProgramKey(program) for program in (one, same, other, None)]
+    assert keys[0] == keys[1] and hash(keys[0]) == hash(keys[1])
+    assert keys[0] != keys[2] and keys[0] != keys[3] and keys[3] == selected_shard._ProgramKey(None) and keys[3] != one
