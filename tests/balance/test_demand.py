@@ -75,9 +75,9 @@ def test_chunks_of_tiles_that_are_evaluated_pair_by_pair_hold_as_many_tiles_as_p
 
 
 def test_cut_tiles_are_evaluated_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Edges of tiles of queries and KV: tiles of 8 × 8, 8 × 3, 2 × 8 and 2 × 3 tokens, and a row of whole tiles."""
+    """Tiles of 8 or 4 queries by 8, 1 or 4 keys, of which two are whole. 8 × 1 tokens are fewer than 4 × 4."""
     mask = ls.mask_mod(lambda b, h, q, kv: (q + kv) % 3 == 0)
-    edges = torch.tensor([0, 8, 10, 18]), torch.tensor([0, 8, 11, 19])
+    edges = torch.tensor([0, 8, 12, 20]), torch.tensor([0, 8, 9, 13])
     table = mask.block_table(24, block=8)
     order: list[tuple[int, int]] = []
 
@@ -90,9 +90,9 @@ def test_cut_tiles_are_evaluated_by_size(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(counting, "CHUNK", 1)
     got = pairs_per_row(table, mask.traced.program, mask.traced.captured(), edges=edges)
     assert got.tolist() == [3.0, 3.0, 3.0]
-    assert order[:4] == [(0, 0), (0, 2), (2, 0), (2, 2)]
-    sizes = [int(edges[0].diff()[r] * edges[1].diff()[c]) for r, c in order[4:]]
-    assert sizes == [6, 16, 16, 24, 24]
+    assert order[:2] == [(0, 0), (2, 0)]
+    sizes = [int(edges[0].diff()[r] * edges[1].diff()[c]) for r, c in order[2:]]
+    assert sizes == [4, 8, 8, 16, 32, 32, 32]
 
 
 @pytest.mark.parametrize("block", [(8, 8), (6, 8), (8, 3)])
