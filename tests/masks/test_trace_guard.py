@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longspan._masks import trace_cache
+from longspan._masks import trace_cache, trace_guard
 from longspan._masks.trace_cache import TraceCache
 from longspan._masks.trace_key import trace_key
 from longspan._masks.tracing import trace
@@ -219,3 +220,24 @@ def test_the_number_of_guards_is_bounded() -> None:
         made = eval(f"lambda s, b, h, q, kv: s * {n}.5")
         cache.trace(made, "score", score_dtype=torch.float32)
     assert len(cache._guarded) <= 3 and all(len(guards) <= 4 for guards in cache._guarded.values())
+
+
+def anew(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize(("one", "other", "same"), [
+    (10**30, 10**30, True), (1.5, 1.5, True), ("ab c", "ab c", True), (None, None, True), (True, True, True),
+    (0.0, 0.0, False), (0.0, -0.0, False), (1, 1.0, False), (1, True, False), (2.5, 2.75, False), ((10**30,), (10**30,), False),
+])  # fmt: skip
+def test_equal_numbers_and_strings_need_no_walk(one: Any, other: Any, same: bool) -> None:
+    """But for zeros, which may differ in their sign."""
+    one, other = anew(one), anew(other)
+    assert trace_guard._same(one, other) is trace_guard._same(other, one) is same
+
+
+def test_defaults_are_the_same_one_by_one() -> None:
+    same, pair = trace_guard._same_defaults, (1.5, 10**30)
+    assert same(anew(pair), anew(pair)) and same(None, ()) and same((), None)
+    for other in (None, (), pair[:1], (*pair, 4), (1.5, 5), (5, 10**30), pair[::-1]):
+        assert not same(anew(pair), anew(other)) and not same(anew(other), anew(pair))

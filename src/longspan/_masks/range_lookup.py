@@ -32,7 +32,7 @@ class RangeTable:
         self.low = _sparse_table(_by_sub_block(low, torch.minimum), torch.minimum)
         self.high = _sparse_table(_by_sub_block(high, torch.maximum), torch.maximum)
         spans = torch.arange(1, self.low.shape[1] + 1)
-        powers = 2 ** torch.arange(1, max(2, self.low.shape[0] + 1))
+        powers = 2 ** torch.arange(1, self.low.shape[0])
         self.log2 = torch.cat([spans.new_zeros(1), torch.bucketize(spans, powers)])
 
     def query(self, index: Interval, inside: bool) -> Interval:
