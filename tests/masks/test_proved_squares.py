@@ -263,3 +263,17 @@ def test_tensors_that_are_made_like_others_have_their_shape(mask: Callable[..., 
 def test_a_table_that_is_made_by_the_mask_is_looked_up_inside() -> None:
     assert _inside(lambda b, h, q, kv: q.new_full((5,), 7)[q % 5] > kv) == [True]
     assert _inside(lambda b, h, q, kv: torch.full_like(IDS + q, 7)[q % 5] > kv) == [False]
+
+
+def test_operations_on_a_fixed_index_are_told_apart() -> None:
+    traced = trace(lambda b, h, q, kv: (q < b + 5) & (kv >= b - 5) & (kv < b * 5), "mask")
+    table = classify(traced.program, traced.captured(), TableShape(q_len=12, kv_len=14, block=(4, 4), batch=2, first_batch=1))
+    expected = [[[2, 1, 0, 0], [1, 1, 0, 0], [0] * 4], [[2, 2, 1, 0], [1, 1, 1, 0], [0] * 4]]
+    assert table.to_dense()[:, 0].tolist() == expected
+
+
+def test_bounds_are_of_one_batch_row_and_head_by_default() -> None:
+    table = torch.ones(1, 1, dtype=torch.bool)
+    traced = trace(lambda b, h, q, kv: table[b, h] & (q > 3), "mask")
+    inside = [list(bounds(traced.program, traced.captured(), 9, 9, *sizes).lookups.values()) for sizes in ((), (1, 1), (2, 1), (1, 2))]
+    assert inside == [[True], [True], [False], [False]]
