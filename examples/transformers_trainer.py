@@ -1,4 +1,4 @@
-"""transformers' Trainer with every sequence split over two processes: weights after six steps, compared with a plain Trainer.
+"""transformers' Trainer with every sequence split over four processes: weights after 20 steps, compared with a plain Trainer.
 
     python examples/transformers_trainer.py
 

@@ -45,6 +45,18 @@ def test_masks_equal_their_definitions_in_torchs_create_mask(mask: Any, want: Te
     assert torch.equal(mask(torch.tensor(0), torch.tensor(0), Q, KV).expand(11, 13), want), "index tensors broadcast too"
 
 
+@pytest.mark.parametrize("name", ["full", "causal", "sliding_window", "documents", "prefix", "mask_mod", "selected"])
+def test_functions_that_return_masks_are_no_masks(name: str) -> None:
+    function, q = getattr(ls, name), torch.randn(1, 2, 5, 16)
+    message = rf"expected a mask, got the function longspan\.{name}; call it: longspan\.{name}\("
+    with pytest.raises(TypeError, match=message):
+        ls.attention(q, q, q, mask=function)
+    with pytest.raises(TypeError, match=message):
+        ls.causal() & function
+    with pytest.raises(TypeError, match=message):
+        ls.plan(function, 50, ls.Mesh.abstract(2))
+
+
 def test_documents_by_ids_in_any_order_with_padding() -> None:
     want = (IDS[:, None] == IDS[None, :]) & (IDS[:, None] >= 0)
     assert torch.equal(dense(ls.documents(ids=IDS), 1, 1, 11, 11)[0, 0], want)

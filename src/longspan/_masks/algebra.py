@@ -469,6 +469,9 @@ class Not(Mask):
 MaskLike: TypeAlias = Mask | BlockMask | Callable[..., Tensor]  # accepted by `as_mask`
 
 
+CONSTRUCTORS: list[Any] = []  # functions that return masks and are no mask_mods (`constructors`)
+
+
 def is_mask_like(value: Any) -> bool:
     """Whether `as_mask` accepts the value: a mask, a BlockMask or a callable that is not a class."""
     return isinstance(value, Mask | BlockMask) or (callable(value) and not isinstance(value, type))
@@ -488,6 +491,8 @@ def as_mask(value: Any) -> Mask:
         return value
     if isinstance(value, BlockMask):
         return FromBlockMask(value, mask_mod_of_block_mask(value))
+    if any(value is constructor for constructor in CONSTRUCTORS):
+        raise TypeError(f"mask: expected a mask, got the function longspan.{value.__name__}; call it: longspan.{value.__name__}(…)")
     if is_mask_like(value):
         return Custom(value)
     hint = "; for a dense mask use longspan.scaled_dot_product_attention(attn_mask=…)" if isinstance(value, Tensor) else ""

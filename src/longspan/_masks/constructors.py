@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from longspan._masks.algebra import Causal, Documents, Full, Mask, Prefix, SlidingWindow, as_mask, is_mask_like
+from longspan._masks.algebra import CONSTRUCTORS, Causal, Documents, Full, Mask, Prefix, SlidingWindow, as_mask, is_mask_like
 from longspan._masks.documents import bounds, document_ids, integer, integers, is_scalar, renumbered
 
 
@@ -158,3 +158,6 @@ def mask_mod(fn: Callable[..., Tensor] | BlockMask) -> Mask:
     if not is_mask_like(fn):
         raise TypeError(f"mask_mod: expected a callable (b, h, q_idx, kv_idx) -> bool or a BlockMask, got {type(fn).__name__}")
     return as_mask(fn)
+
+
+CONSTRUCTORS += [full, causal, sliding_window, documents, prefix, mask_mod]

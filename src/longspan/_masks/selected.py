@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan._masks.algebra import And, Mask
+from longspan._masks.algebra import CONSTRUCTORS, And, Mask
 from longspan._masks.documents import integer
 from longspan._masks.extent import AttentionSizes, Extent
 from longspan._masks.selected_shard import chosen_blocks
@@ -65,6 +65,9 @@ def selected(indices: Tensor, granularity: int = 128, q_granularity: int | None 
         used = torch.arange(indices.shape[3], device=indices.device) < counts[..., None]
         indices = torch.where(used, indices, -1)
     return Selected(indices.detach(), granularity, q_granularity)
+
+
+CONSTRUCTORS.append(selected)
 
 
 def _integers(value: Any, name: str, shape: str, ndim: int) -> Tensor:
