@@ -123,6 +123,17 @@ def test_the_dense_kernel_and_the_oracle_isolate_rows(mask: str) -> None:
     check(partial(results, by_definition), MASKS[mask], {name: t.double() for name, t in given.items()})
 
 
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_nan_in_one_query_head_reaches_the_gradients_of_all_keys_that_it_sees(mask: str) -> None:
+    given, where = tensors(), 129
+    given["q"][0, 1, where] = torch.nan
+    seen = visible(MASKS[mask])[0, 1, where]
+    got = results(partial(ls.attention, mask=MASKS[mask], kernel="cpu"), given)
+    for name in ("dk", "dv"):
+        nans = got[name].isnan().any(-1)
+        assert torch.equal(nans[0, 0], seen) and not nans[0, 1].any() and not nans[1].any(), name
+
+
 @pytest.mark.parametrize("through_lse", [False, True])
 @pytest.mark.parametrize("mask", ["causal", "two_squares"])
 def test_the_flash_kernel_isolates_rows_on_cpu(mask: str, through_lse: bool) -> None:

@@ -53,6 +53,31 @@ def test_device_tables_list_the_chosen_tiles_of_the_rest_of_the_mask(choices: in
             assert counted == [int((kind_row == PARTIAL).sum()), int((kind_row == FULL).sum())]
 
 
+@pytest.mark.parametrize("chosen", [3, 9])
+def test_tables_take_no_more_memory_than_lists_can_fill(chosen: int) -> None:
+    indices = torch.arange(2 * 5 * chosen, dtype=torch.int32, device=DEVICE).view(1, 2, 5, chosen) % 7
+    table = ls.full().block_table(5 * 64, 7 * 64, block=64)
+    selection = Selection(indices=indices, granularity=64, q_granularity=64, heads_per_choice=2)
+    tables = SelectedTables(selection=selection, table=table, batch=1, heads=4, dummy=False)
+    listed = min(chosen, 7)  # per query tile of each of two choices; by query a dummy tile more
+    for by_query, rows, entries in ((True, 4 * 5, 2 * 5 * (listed + 1)), (False, 4 * 7, 2 * 5 * listed)):
+        made = tables.of_pass(by_query=by_query, shared=1)
+        ptr, full, _ = made.full
+        assert entries < full.numel() <= entries + 8 and 2 * rows < ptr.numel() <= 2 * rows + 8 and made.order.numel() == rows
+
+
+@pytest.mark.parametrize(("limit", "wide"), [(147, True), (148, False)])
+def test_sort_keys_that_do_not_fit_32_bits_are_wide(limit: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """7 key tiles of 2 heads with 10 query tiles each have keys below (2 * 10 + 1) * 7 = 147."""
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(selected_tables, "_NARROW_KEYS", limit)
+    monkeypatch.setattr(selected_tables, "launch_kernel", lambda kernel, ctas, tensors, constants, **_: given.append(constants))
+    selection = Selection(indices=torch.zeros(1, 4, 10, 3, dtype=torch.int32), granularity=64, q_granularity=64, heads_per_choice=1)
+    tables = SelectedTables(selection=selection, table=ls.full().block_table(10 * 64, 7 * 64, block=64), batch=1, heads=4, dummy=False)
+    tables._key_order(torch.zeros(2 * 4 * 7, dtype=torch.int32), 2)
+    assert given[0]["WIDE"] is wide and (given[0]["tiles"], given[0]["groups"], given[0]["summed"]) == (7, 2, 2)
+
+
 def test_rows_without_tiles_get_a_tile_past_the_last_key_where_a_kernel_needs_one() -> None:
     indices = torch.tensor([[[[-1], [0]]]], dtype=torch.int32, device=DEVICE)
     table = ls.causal().block_table(256)
