@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 from tests.fuzz import mods
+from tests.fuzz.vectors import vector_mask
 
 Case = dict[str, Any]
 SEED_RANGE = 1 << 20
@@ -190,6 +191,8 @@ def _leaf(case: Case, rng: Random) -> mods.Spec:
     longest = max(case["q_len"], case["kv_len"])
     tile, square = case["tile"], case["q_len"] == case["kv_len"]
     kinds = {"causal": 5, "window": 4, "prefix": 2, "prefix rows": 1, "full": 0.3, "blocks": 8, "mod": 6, "expression": 3, "state": 2.5}
+    if case["device"] == "cpu":  # kernels of GPUs take elementwise masks only
+        kinds["vectors"] = 1.5
     if square:
         kinds |= {"documents": 3, "documents rows": 1.5, "ids": 1.5, "ids rows": 1}
     kind = rng.choices(list(kinds), list(kinds.values()))[0]
@@ -221,6 +224,8 @@ def _leaf(case: Case, rng: Random) -> mods.Spec:
         return _mod(name, every[name])
     if kind == "blocks":
         return _block_shaped(case, rng)
+    if kind == "vectors":
+        return vector_mask(case, rng, rng.randrange(SEED_RANGE))
     return _template(case, rng) if kind == "mod" else _expression(case, rng)
 
 

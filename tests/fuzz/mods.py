@@ -186,7 +186,12 @@ def _dense(spec: Spec, at: Indices, device: str) -> Tensor:
     if op == "not":
         return ~_dense(spec["args"][0], at, device)
     if op == "mod":
-        return mask_mod(spec, captured(spec, device=device))(b, h, q, kv)
+        mod = mask_mod(spec, captured(spec, device=device))
+        if not spec.get("vectors"):
+            return mod(b, h, q, kv)
+        whole = torch.broadcast_tensors(b, h, q, kv)  # one pair at a time: a vector does not broadcast against all of them
+        seen: Tensor = torch.vmap(mod)(*(x.flatten() for x in whole))
+        return seen.view(whole[0].shape)
     if op in ("ids", "documents"):
         ids = (torch.tensor(spec["ids"]) if op == "ids" else document_ids(spec["lengths"])).to(device)
         of_q, of_kv = (ids[i] if ids.ndim == 1 else ids[b, i] for i in (q, kv))
