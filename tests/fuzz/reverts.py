@@ -56,7 +56,8 @@ REVERTS: dict[str, Edits] = {
     ],
     "stale trace of a captured number": [(f"{MASKS}/trace_cache.py", "not traced.has_read_values and ", "")],
     "tensors made like vectors count as scalars": [
-        (f"{MASKS}/intervals.py", 'not node.all_input_nodes[0].meta["val"].ndim', "not any(isinstance(v, Tensor) and v.ndim for v in inputs)"),
+        (f"{MASKS}/intervals.py", 'not node.all_input_nodes[0].meta["val"].ndim',
+         "not any(isinstance(v, Tensor) and v.ndim for v in inputs)"),
     ],
     "BlockTable.to_block_mask raises": [
         (f"{MASKS}/block_table.py", "indices = torch.zeros(self.rows, self.kv_tiles", "indices = torch.zeros(self.rows"),
