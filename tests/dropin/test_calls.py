@@ -106,6 +106,7 @@ def test_calls_of_sdpa_that_raise(attend: AttentionDispatcher, tensors: tuple[Te
         ((Q, K, V[0]), {}, "expected 4 dims"),
         ((Q, K[0], V), {}, "expected 4 dims"),
         ((Q[0], K, V), {}, "expected 4 dims"),
+        ((Q, K.repeat(2, 1, 1, 1), V.repeat(2, 1, 1, 1)), {}, "batch"),
         ((Q, K[:, :2], V[:, :2]), {}, "key: expected 6 heads as in query, got 2; pass enable_gqa=True"),
         ((Q, K, V), {"block_mask": create_block_mask(lambda b, h, q, kv: q != kv, None, None, 4, 7, device="cpu")}, "got 4 by 7 on rank 0"),
         ((Q, K, V), {"kernel_options": {"NO_SUCH_OPTION": 1}}, "NO_SUCH_OPTION"),

@@ -68,3 +68,9 @@ def test_terms_of_tiles_that_begin_at_any_row_are_in_the_order_of_tiles(starts: 
     assert torch.equal(one.tensors["delta_ptr"], by_tile + 1)
     for t, (start, n) in enumerate(zip(starts, count.tolist(), strict=True)):
         assert torch.equal(by_tile[..., t * 128 : t * 128 + n], norm[..., start : start + n])
+
+
+def test_terms_of_one_row_fill_its_tile() -> None:
+    zero, one = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    tiles = Tiling(length=1, block=64, row=zero, pos=zero, count=one)
+    assert rows_by_tile(torch.full((2, 3, 1), 7.0), tiles).eq(7.0).all()

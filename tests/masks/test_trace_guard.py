@@ -222,6 +222,16 @@ def test_the_number_of_guards_is_bounded() -> None:
     assert len(cache._guarded) <= 3 and all(len(guards) <= 4 for guards in cache._guarded.values())
 
 
+def test_the_guards_of_the_code_that_was_traced_last_are_kept() -> None:
+    cache = TraceCache(size=2)
+    mods = [eval(f"lambda s, b, h, q, kv: s * {n}.5") for n in range(3)]
+    for mod in (mods[0], mods[1], mods[0], mods[2]):
+        cache.trace(mod, "score", score_dtype=torch.float32)
+        cache.trace(mod, "score", score_dtype=torch.float32)
+    kept = [cache.guarded(mod, "score", score_dtype=torch.float32) is not None for mod in mods]
+    assert kept[2] and sum(kept) <= 2
+
+
 def anew(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
 
