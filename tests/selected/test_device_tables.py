@@ -62,8 +62,8 @@ def test_tables_take_no_more_memory_than_lists_can_fill(chosen: int) -> None:
     listed = min(chosen, 7)  # per query tile of each of two choices; by query a dummy tile more
     for by_query, rows, entries in ((True, 4 * 5, 2 * 5 * (listed + 1)), (False, 4 * 7, 2 * 5 * listed)):
         made = tables.of_pass(by_query=by_query, shared=1)
-        ptr, full, _ = made.full
-        assert entries < full.numel() <= entries + 8 and 2 * rows < ptr.numel() <= 2 * rows + 8 and made.order.numel() == rows
+        assert entries < made.full[1].numel() <= entries + 8 and made.order.numel() == rows
+        assert all(2 * rows < t.numel() <= 2 * rows + 8 for t in (made.full[0], made.partial[0], made.counts))
 
 
 @pytest.mark.parametrize(("limit", "wide"), [(147, True), (148, False)])
