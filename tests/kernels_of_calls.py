@@ -43,6 +43,7 @@ def pretend_device() -> None:
 
 def pretend_gpu() -> set[tuple[str, str]]:
     """Patch longspan too; returns the set of (kernel name, key) that later launches fill."""
+    from longspan import _torch_private
     from longspan._kernels.gpu import prepared_launch
     from longspan._kernels.gpu.prepared_launch import PreparedLaunch
     from longspan._kernels.hopper import HopperKernel
@@ -52,7 +53,7 @@ def pretend_gpu() -> set[tuple[str, str]]:
     kernels: set[tuple[str, str]] = set()
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment, misc]
     torch.cuda.is_current_stream_capturing = lambda: False
-    torch.cuda.current_device = torch._C._cuda_getDevice = lambda: 0  # type: ignore[attr-defined]
+    torch.cuda.current_device = torch._C._cuda_getDevice = _torch_private.current_cuda_device = lambda: 0  # type: ignore[attr-defined]
     torch.cuda.default_stream = torch.cuda.current_stream = lambda device=None: 0  # type: ignore[assignment, return-value]
 
     def record(kernel: Any, arguments: Any, options: dict[str, Any]) -> Any:
