@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 import longspan as ls
 from longspan._engine.spec import Spec, SpecRegistry
 from longspan._masks.tracing import trace
@@ -26,3 +28,15 @@ def test_calls_return_lse_and_are_not_invariant_by_default() -> None:
     assert (spec.lse, spec.invariant) == (True, False)
     assert registry.of(None, None, "cpu", lse=True, invariant=False) is spec
     assert len({id(registry.of(None, None, "cpu", lse=lse, invariant=i)) for lse in (True, False) for i in (True, False)}) == 4
+
+
+def test_gradient_programs_of_64_sizes_of_captured_tensors_are_kept() -> None:
+    table = torch.ones(3)
+    score = trace(lambda s, b, h, q, kv: s + (table * q).sum(), "score").program
+    spec = Spec(mask=None, score=score, kernel="cpu")
+    first = spec.joint([torch.ones(1)])
+    for n in range(2, 65):
+        spec.joint([torch.ones(n)])
+    assert spec.joint([torch.ones(1)]) is first
+    spec.joint([torch.ones(65)])
+    assert spec.joint([torch.ones(1)]) is not first

@@ -34,6 +34,13 @@ def results(mask: Any, *, kernel: str) -> tuple[Tensor, ...]:
     return out, lse, *torch.autograd.grad(out, (q, k, v), grad)
 
 
+def test_a_static_mask_is_a_mask_mod() -> None:
+    three = torch.tensor(3)
+    static = ls.StaticMask(ls.mask_mod(lambda b, h, q, kv: q - kv < 2 * h - three * b), device="cpu")
+    b, h, q, kv = (torch.arange(n).view(shape) for n, shape in zip((2, 3, 5, 7), ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,)), strict=True))
+    assert torch.equal(static(b, h, q, kv), q - kv < 2 * h - 3 * b)
+
+
 def test_an_updated_mask_gives_the_results_of_its_new_contents() -> None:
     pytest.importorskip("triton")
     static = ls.StaticMask(packed(BATCHES[1]), device=DEVICE)
