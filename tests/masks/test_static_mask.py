@@ -41,6 +41,15 @@ def test_a_static_mask_is_a_mask_mod() -> None:
     assert torch.equal(static(b, h, q, kv), q - kv < 2 * h - 3 * b)
 
 
+def test_static_tables_of_fewer_queries_than_keys_equal_the_masks() -> None:
+    limits = torch.tensor([300, 10, 130])
+    mask = ls.mask_mod(lambda b, h, q, kv: kv < limits[q % 3] + 0 * h)
+    static = ls.StaticMask(mask, device="cpu").static_table(70, 310, (32, 64), batch=2, heads=3)
+    table = mask.block_table(70, 310, block=(32, 64), batch=2, heads=3)
+    assert (static.q_len, static.kv_len, static.block) == (70, 310, (32, 64))
+    assert torch.equal(static.to_dense(), table.to_dense())
+
+
 def test_an_updated_mask_gives_the_results_of_its_new_contents() -> None:
     pytest.importorskip("triton")
     static = ls.StaticMask(packed(BATCHES[1]), device=DEVICE)
