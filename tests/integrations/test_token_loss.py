@@ -180,6 +180,7 @@ def test_generated_tokens_are_those_of_whole_forwards(chunk: int, prefilled: lis
     from longspan.integrations.generation import GenerateOptions, generate, tiny_model
 
     model, prompt = tiny_model(torch.device("cpu"), seed=3), torch.arange(11)[None] + 40
+    assert (len(model.model.layers), model.config.num_key_value_heads) == (2, 2)
     assert not model.training and {p.device.type for p in tiny_model(torch.device("meta")).parameters()} == {"meta"}
     ids, want = prompt, []
     for _ in range(5):

@@ -131,3 +131,8 @@ def test_calls_whose_captured_tensors_have_other_sizes_have_launches_of_their_ow
 
     first, other, again = (launches(torch.ones(size)) for size in (20, 30, 20))
     assert first is again and first is not other
+
+
+@pytest.mark.parametrize(("dtype", "fast"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, True)])
+def test_functions_of_mods_are_approximate_in_half_precision_only(dtype: torch.dtype, fast: bool) -> None:
+    assert decode_call._options(PagedWork(scale=0.3), dtype, 100).fast is fast

@@ -207,7 +207,9 @@ def test_unshard_of_shard_is_the_same_bits(args: Any, dim: int) -> None:
             return whole
         part = plan.shard(whole, dim)
         assert part.shape[dim] == plan.local_len and torch.equal(part, whole.index_select(dim, plan.positions))
-        return plan.unshard(part, dim)
+        out = plan.unshard(part, dim)
+        assert out.is_contiguous()
+        return out
 
     assert all(torch.equal(unsharded, whole) for unsharded in virtual_world(ranks).run(rank))
 
