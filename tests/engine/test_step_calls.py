@@ -18,7 +18,7 @@ import longspan as ls
 from longspan._engine import kv_exchange
 from longspan._engine.kv_exchange import StepKV
 from longspan._engine.step_calls import MAX_LAYOUTS, StepCalls, forward_layouts
-from longspan._engine.values import CallTensors
+from longspan._engine.values import BackwardTensors, CallTensors
 from longspan._kernels import registry
 from longspan._kernels.cpu import CpuKernel
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, GradTargets, KVAddresses, State, Work
@@ -264,6 +264,39 @@ def test_kernels_without_prepared_steps_graph_captures_and_max_scores_take_the_p
             state = calls.forward((0, 0), q, kv, lambda: work, (), state=None, final=True, max_scores=max_scores)
             assert (state.max_scores is not None) == max_scores
     assert not kernel.prepared and not kernel.used
+
+
+def test_unprepared_and_prepared_calls_of_a_step_have_the_same_bits_and_no_max_scores(kernel: PreparingKernel) -> None:
+    q, kv, work = _one_step()
+    calls = StepCalls(kernel).of_layouts(0)
+    states = [calls.forward((0, 0), q, kv, lambda: work, (), state=None, final=True, max_scores=False) for _ in range(3)]
+    assert kernel.used == ["forward"] and all(state.max_scores is None for state in states)
+    assert all(torch.equal(state.out, states[0].out) and torch.equal(state.lse, states[0].lse) for state in states)
+
+
+def test_kernels_with_a_norm_compute_row_terms_from_the_pass_and_the_gradient_of_q() -> None:
+    given: list[tuple[Any, Tensor]] = []
+
+    class WithNorm(PreparingKernel):
+        def norm(self, lse: Tensor) -> Tensor:
+            raise AssertionError("row_terms computes it")
+
+        def row_terms(self, tensors: BackwardInputs, grad_q: Tensor) -> tuple[Tensor, Tensor]:
+            given.append((tensors, grad_q))
+            return tensors.lse + 1, tensors.lse + 2
+
+        def prepare_row_terms(self, tensors: BackwardInputs, grad_q: Tensor) -> None:
+            given.append((tensors, grad_q))
+
+    q, _, _ = _one_step()
+    out, lse, grad_out = torch.randn_like(q), torch.randn(q.shape[:3]), torch.randn_like(q)
+    calls = StepCalls(WithNorm()).of_layouts(0)
+    terms = BackwardTensors(inputs=CallTensors(q=q, k=q, v=q, sink=None), out=out, lse=lse, grad_out=grad_out, grad_lse=None, needs=())
+    for _ in range(2):
+        grad_q, delta, norm = calls.row_terms(terms)
+        assert torch.equal(delta, lse + 1) and norm is not None and torch.equal(norm, lse + 2) and grad_q.shape == q.shape
+    assert len(given) == 3 and all(one[0].out is out and one[0].lse is lse and isinstance(one[1], Tensor) for one in given)
+    assert given[2][0].delta is not None and torch.equal(given[2][0].delta, lse + 1)
 
 
 def test_a_misaligned_q_and_a_misaligned_k_are_different_layouts() -> None:

@@ -50,6 +50,14 @@ def test_gradients_of_x_and_parameters_equal_those_of_one_call(dim: int) -> None
     assert all(map(torch.equal, got, copies))
 
 
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="needs a torch with Tensor.grad_dtype")
+def test_gradients_of_parameters_have_the_parameters_dtype() -> None:
+    x, weight = torch.randn(1, 20, 6).bfloat16().requires_grad_(), nn.Parameter(torch.randn(6, 6).bfloat16())
+    weight.grad_dtype = None  # type: ignore[attr-defined]  # any dtype: autograd does not cast
+    memory.tiled(lambda t: nn.functional.linear(t, weight), x, chunk=6, dim=1).sum().backward()
+    assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
+
+
 def test_gradients_of_gradients_pass_through_a_tiled_module() -> None:
     module, x = mlp(), torch.randn(1, 5, 5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: memory.tiled(module, x, chunk=2), x)

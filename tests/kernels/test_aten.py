@@ -229,6 +229,15 @@ def test_the_largest_scores_are_given_where_asked_for(into_state: bool, scores_a
     torch.testing.assert_close(result.max_scores, want)
 
 
+def test_the_largest_scores_are_computed_a_bounded_number_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    product = aten.grouped_matmul
+    monkeypatch.setattr(aten, "grouped_matmul", lambda a, b: sizes.append(a.shape[:-1].numel() * b.shape[-1]) or product(a, b))
+    monkeypatch.setattr(aten, "_MAX_SCORES_IN_FLIGHT", 2 * 3 * 40 * 7 + 5)  # of 7 rows, and less than a row more
+    aten._max_scores(torch.randn(2, 3, 23, 8), torch.randn(2, 3, 40, 8), False, 0.5)
+    assert sizes == [2 * 3 * 40 * 7] * 3 + [2 * 3 * 40 * 2]
+
+
 def test_a_gradient_of_lse_survives_a_narrow_dtype() -> None:
     grad = torch.tensor([0.0, 1.0, -3.14159274, 1e-9, -2.3e-5, 4.4e6, 65535.0])[None, None]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
