@@ -4,9 +4,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # CUDA builds of torch depend on the Triton they were built for; CPU builds bring none, and the kernel tests need one.
 TRITON_OF_CPU_TORCH := "triton==3.6.0; sys_platform == 'linux'"
-# Tests are many and small: one thread each, one process per core and one more, since tests of several ranks wait for timeouts; who is done
+# Tests are many and small: one thread each, one process per core and two more, since tests of several ranks wait for timeouts; who is done
 # first takes from the others.
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 # They start many processes: bytecode is written even where the environment says not to. Freed memory stays with its process: returning it
 # and clearing new pages takes 3 % of the time.
 RUN_TESTS := OMP_NUM_THREADS=1 MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=1000000000 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
