@@ -1,4 +1,4 @@
-"""Checks of calls over a cache: what a call's mask must fit, what gradients and CUDA graphs need, and which tokens need no mask."""
+"""Argument checks of cached attention calls: mask extents, gradients, CUDA graph capture, unmasked steps."""
 
 from __future__ import annotations
 

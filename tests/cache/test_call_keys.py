@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.cache.test_kv_cache import make_cache, tokens
+from tests.torch_settings import matmul_precision
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -74,13 +75,10 @@ def test_a_setting_of_torch_is_part_of_the_key_of_float32_only() -> None:
     def keys() -> tuple[Any, Any]:
         return key(), key(Q.half(), K.half(), V.half())
 
-    matmul, before = torch.backends.cuda.matmul, keys()
-    kept = matmul.fp32_precision
-    try:
-        matmul.fp32_precision = "tf32" if kept != "tf32" else "ieee"
+    with matmul_precision("ieee"):
+        before = keys()
+    with matmul_precision("tf32"):
         after = keys()
-    finally:
-        matmul.fp32_precision = kept
     assert before[0] != after[0] and before[1] == after[1]
 
 

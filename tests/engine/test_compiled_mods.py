@@ -44,7 +44,7 @@ def traced(
 
 
 SCORE = torch.tensor(0.75)
-# A mod, the captured operands, its value at the place, and what it captures.
+# (mod, captured operands, expected result, names of the sources that the program captures)
 MODS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Tensor, list[str]]] = {
     "nothing": (lambda s, b, h, q, kv: s * 2 + (q - kv), (), SCORE * 2 + 2, []),
     "table": (lambda s, b, h, q, kv, t: s + t[h] + b * 10, (TABLE,), SCORE + TABLE[2] + 10, ["t"]),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.call_cases import BIAS, CAUSAL, biased, qkv
+from tests.torch_settings import matmul_precision
 from torch import Tensor
 
 import longspan as ls
@@ -146,13 +147,10 @@ def test_the_precision_of_matmuls_is_part_of_the_key_of_float32_only() -> None:
     def keys() -> list[Any]:
         return [CallCache().key(*(t.to(dtype) for t in (Q, K, V)), OPTIONS) for dtype in (torch.float32, torch.float64)]
 
-    matmul, before = torch.backends.cuda.matmul, keys()
-    kept = matmul.fp32_precision
-    try:
-        matmul.fp32_precision = "tf32" if kept != "tf32" else "ieee"
+    with matmul_precision("ieee"):
+        before = keys()
+    with matmul_precision("tf32"):
         after = keys()
-    finally:
-        matmul.fp32_precision = kept
     assert before[0].layouts != after[0].layouts and before[1].layouts == after[1].layouts
 
 

@@ -1,4 +1,4 @@
-"""Which norms and MLPs `memory.tiled` divides by tokens, and what stops it: by small modules."""
+"""Norms and MLPs that `memory.tiled` runs in chunks of tokens, and the errors for unsupported modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of decode launches: what decides between splits and groups of splits, and whether a CTA merges its partial results."""
+"""Sizes of decode launches: splits or groups of splits, and merging in the decode kernel or in a second launch."""
 
 from __future__ import annotations
 

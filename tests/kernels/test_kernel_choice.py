@@ -1,4 +1,4 @@
-"""Which kernel a pass gets, what it may assume of all calls of the pass, and what the Triton kernel supports and prefers by device."""
+"""Kernel selection per pass, work facts shared by the calls of a pass, and capabilities and block sizes of the Triton kernel."""
 
 from __future__ import annotations
 

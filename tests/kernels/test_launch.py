@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 import itertools
 
 from tests.kernels.shards import Segments, shard, work_of
+from tests.torch_settings import matmul_precision
 from torch import Tensor
 
 import longspan as ls
@@ -129,12 +130,8 @@ def test_precision_follows_the_newer_fp32_setting(setting: str, wanted: str, mon
     monkeypatch.setattr(
         prepared.PreparedLaunch, "__init__", lambda self, **known: (seen.append(known["constants"]["PRECISION"]), made(self, **known))[1]
     )
-    before = torch.backends.cuda.matmul.fp32_precision
-    try:
-        torch.backends.cuda.matmul.fp32_precision = setting
+    with matmul_precision(setting):
         attended(lambda b, h, q, kv: q >= kv - 3)
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
     assert seen == [wanted]
 
 

@@ -1,4 +1,4 @@
-"""What a process of `run_processes` does: its process group, its report, and its end after all other ranks."""
+"""One process of `run_processes`: process group setup, result report, and exit after all ranks have reported."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     values of a call        one lock, one pack           cuLaunchKernelEx of each kernel
     q, keys, out, …   ──►   the block of values   ──►    parameters: addresses in the block, and of the kernel's constants
 
-A prepared launch on its own packs its own values: those that two kernels read are packed twice.
+Separate `PreparedLaunch`es each pack their own values: an address that two kernels read is packed twice.
 """
 
 from __future__ import annotations

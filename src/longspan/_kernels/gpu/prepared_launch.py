@@ -213,10 +213,7 @@ def direct_stream(device: int) -> int | None:
 
     The stream waits for block tables that other streams upload.
     """
-    if current_cuda_device() != device:
-        return None
-    stream = ordered_stream(device)
-    return None if hooks_are_set() else stream
+    return None if current_cuda_device() != device else unhooked_stream(device)
 
 
 def unhooked_stream(device: int) -> int | None:
