@@ -174,7 +174,7 @@ def test_a_rotater_gives_the_buffer_of_the_previous_ranks(method: Any) -> None:
         rotater = _ring._create_rotater(mesh, 2, method)
         with pytest.raises(AssertionError, match="expected exchange_buffers before"):
             rotater.next_buffer()
-        buffer, received = torch.stack([torch.arange(5.0) + 100 * mesh.rank, torch.zeros(5)]).T[:, 0], []
+        buffer, received = torch.stack([torch.arange(5.0) + 100 * mesh.rank, torch.zeros(5)], 1)[:, 0], []
         for _ in range(4):
             rotater.exchange_buffers(buffer)
             buffer = rotater.next_buffer()

@@ -27,12 +27,12 @@ def _size(name: str) -> int:
 
 
 def _gathered(mesh: Mesh, x: Tensor, dim: int) -> Tensor:
-    rows = x.movedim(dim, 0).contiguous()
+    rows = x.movedim(dim, 0)
     return all_gather_rows(mesh, rows, [len(rows)] * mesh.size, what="all-gather of KV").movedim(0, dim).contiguous()
 
 
 def _scattered(mesh: Mesh, x: Tensor, dim: int) -> Tensor:
-    rows = x.movedim(dim, 0).contiguous()
+    rows = x.movedim(dim, 0)
     counts = [len(rows) // mesh.size] * mesh.size
     return reduce_scatter_rows(mesh, rows, counts, what="reduce-scatter of KV gradients").movedim(0, dim).contiguous()
 

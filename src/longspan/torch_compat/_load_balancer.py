@@ -34,7 +34,7 @@ class _LoadBalancer(ABC):
         if indices.ndim != 2 or indices.shape[1] != length:
             raise ValueError(f"{type(self).__name__}: expected indices of shape (1, {length}) or (B, {length}), got {tuple(indices.shape)}")
         counts = [chunked(length, ranks).local_len(rank) for rank in range(ranks)]
-        return Layout(length=length, rows=tuple(_row(row, counts) for row in indices.cpu().long()))
+        return Layout(length=length, rows=tuple(_row(row, counts) for row in indices.cpu()))
 
 
 class _FromLayout(_LoadBalancer):

@@ -132,7 +132,7 @@ class _AllGatherRotater(_RingRotater):
         self._exchanges += 1
         if self._gathered is None:
             counts = [len(curr_buffer)] * self._mesh.size
-            self._gathered = all_gather_rows(self._mesh, curr_buffer.contiguous(), counts, what="all-gather of a buffer")
+            self._gathered = all_gather_rows(self._mesh, curr_buffer, counts, what="all-gather of a buffer")
 
     def next_buffer(self) -> Tensor:
         if self._gathered is None:
@@ -219,7 +219,7 @@ def _templated_ring_attention(
         raise AssertionError(f"group: expected a ProcessGroup, got {type(group).__name__}")
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     merger, rest = _SDPAMerger(_cp_options.convert_to_f32, seq_dim), ()
-    for step, (k, v) in enumerate(_rotated(group, key.contiguous(), value.contiguous())):
+    for step, (k, v) in enumerate(_rotated(group, key, value)):
         block = _block(rank, size, step, is_causal)
         if block.behavior is _CausalBehavior.SKIP:
             continue
@@ -251,7 +251,7 @@ def _templated_ring_attention_backward(
     dtype = torch.float32 if _cp_options.convert_to_f32 else query.dtype
     grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (query, key, value))
     rotater, rest = _create_rotater(group, 2, _RotateMethod.ALL_TO_ALL), ()
-    for step, (k, v) in enumerate(_rotated(group, key.contiguous(), value.contiguous())):
+    for step, (k, v) in enumerate(_rotated(group, key, value)):
         block = _block(rank, size, step, is_causal)
         if step:
             grad_k, grad_v = _split(rotater.next_buffer(), grad_k, grad_v)
