@@ -17,8 +17,9 @@ from longspan._kernels.gpu import codegen, launch
 from longspan._kernels.protocol import Work
 from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import FULL, PARTIAL, BlockTable, Runs
+from longspan._masks.static_table import StaticTable
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def facts_of(tiling: Tiling) -> list[Any]:
@@ -55,6 +56,22 @@ def test_arrays_are_aligned_to_four_elements() -> None:
     assert all(x.dtype == torch.int32 and x.data_ptr() % 16 == made[0].data_ptr() % 16 for x in made)
     assert [x.tolist() for x in launch._padded(parts[:2], [6, 3])] == [[5, 6, 7, 0, 0, 0, 0, 0], [0, 0, 0, 0]]
     assert launch.flags(torch.tensor([True, False, True]), CPU).tolist() == [1, 0, 1, 0]
+    assert [(x.device, len(x)) for x in launch.to_device(parts[:2], META)] == [(META, 4), (META, 4)]
+
+
+def test_arrays_of_a_static_table_have_room_for_its_runs_and_follow_its_contents() -> None:
+    first, second = (ls.sliding_window(width).block_table(80, 112, block=16) for width in (20, 40))
+    table = StaticTable.of(first, runs_per_row=2)
+    columns = Tiling(length=112, block=16)
+    made = launch.device_table(table, columns, CPU, shared=1, positions=False)
+    room = 2 * 7 + 2  # runs of the 7 rows of the transposed table, padded to a multiple of four
+    assert [len(x) for x in (made.order, *made.full, *made.partial, made.counts)] == [8, 12, room, room, 12, room, room, 12]
+    before = device_lists(made)
+    table.replace_contents(second)
+    fresh = device_lists(launch.device_table(second, columns, CPU, shared=1, positions=False))
+    after = device_lists(made)
+    assert after != before and [x[: len(y)] for x, y in zip(after, fresh, strict=True)] == fresh
+    assert launch.static_arrays(table, lambda: [torch.arange(3)] * 8, META)[1].device == META
 
 
 def test_sides_of_tilings() -> None:
@@ -88,6 +105,7 @@ def test_ascending_runs_have_full_runs_between_partial_ones() -> None:
     assert lead.tolist() == [0, 1, 1, 2, 0, 0] and lead.dtype == torch.int32
     empty = launch.ascending_runs(runs_of([[], []]), runs_of([[], []]), 2)
     assert lists(empty[0]) == lists(empty[1]) == [[], []] and empty[2].tolist() == [0, 0]
+    assert all(x.dtype == torch.int32 for runs in (full, partial) for x in runs)
 
 
 def test_descending_tiles_have_partial_tiles_before_full_ones() -> None:
@@ -117,6 +135,7 @@ def test_rows_with_most_tiles_start_first() -> None:
     assert launch.start_order(table, 1).tolist() == [11, 10, 5, 8, 4, 9, 2, 7, 1, 3, 0, 6]
     # Of two heads: rows of (head group, tile) with 3 6 9 and 4 11 16 tiles.
     assert launch.start_order(table, 2).tolist() == [5, 4, 2, 1, 3, 0]
+    assert launch.start_order(table, 1).dtype == launch.start_order(table, 2).dtype == torch.int32
     assert launch.busy_rows(table) == 11
     alone = ls.causal().block_table(48, 48, block=16)
     assert launch.start_order(alone, 2).tolist() == [2, 1, 0]

@@ -9,7 +9,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 import longspan as ls
 from longspan._kernels.gpu import launch
-from longspan._kernels.gpu.row_terms import empty_padded_rows, is_padded, padded_length, padded_rows, rows_by_tile
+from longspan._kernels.gpu.row_terms import delta, empty_padded_rows, is_padded, padded_length, padded_rows, rows_by_tile
 from longspan._kernels.hopper.passes import HopperCall, RowGrads, row_norm, row_terms_launch
 from longspan._kernels.protocol import AttentionInputs, Work
 from longspan._kernels.tiling import Tiling
@@ -74,3 +74,16 @@ def test_terms_of_one_row_fill_its_tile() -> None:
     zero, one = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     tiles = Tiling(length=1, block=64, row=zero, pos=zero, count=one)
     assert rows_by_tile(torch.full((2, 3, 1), 7.0), tiles).eq(7.0).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in Triton's interpreter")
+@pytest.mark.parametrize("queries", [1, 64, 70])
+def test_delta_of_strided_gradients(queries: int) -> None:
+    out, grad_out = torch.randn(2, queries, 3, 24).transpose(1, 2), torch.randn(2, 3, 24, queries).mT
+    grad_lse = torch.randn(2, queries, 3).mT
+    want = (out * grad_out).sum(-1)
+    for subtracted in (None, grad_lse, torch.tensor(0.5).expand(2, 3, queries)):
+        made = delta(out, grad_out, subtracted)
+        torch.testing.assert_close(made, want if subtracted is None else want - subtracted)
+        assert made.is_contiguous()
+    assert delta(out[:, :, :0], grad_out[:, :, :0], None).shape == (2, 3, 0)

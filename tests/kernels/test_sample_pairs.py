@@ -21,7 +21,7 @@ def tiling(length: int, block: int, *, arrays: bool) -> Tiling:
     """Whole tiles, or tiles of 3 rows less, at positions 7 and on."""
     if not arrays:
         return Tiling(length=length, block=block)
-    row = torch.arange(0, length, block)
+    row = torch.arange(0, length, block, dtype=torch.int32)
     count = (length - row).clamp(max=block - 3)
     return Tiling(length=length, block=block, row=row, pos=row + 7, count=count)
 
@@ -57,6 +57,7 @@ def test_few_pairs_are_all_taken_and_of_many_a_sample_with_the_corners_of_tiles(
     wanted = pairs_in_tiles(table, rows, columns)
     took = {tuple(pair) for pair in torch.stack(sample_pairs.sampled(table, rows, columns), 1).tolist()}
     assert took == wanted
+    assert all(t.dtype == torch.int64 for t in sample_pairs.sampled(table, rows, columns))
     monkeypatch.setattr(sample_pairs, "_PAIRS", 4000)
     sample = torch.stack(sample_pairs.sampled(table, rows, columns), 1).tolist()
     some = {tuple(pair) for pair in sample}
@@ -76,13 +77,16 @@ def test_rows_without_tiles_have_no_pairs() -> None:
 
 
 @pytest.mark.parametrize("table_of", [table_of, banded_table])
-def test_pairs_around_given_positions_lie_in_their_tiles(table_of: Callable[[int], BlockTable]) -> None:
-    table, rows, columns = table_of(2), tiling(Q_LEN, BLOCK[0], arrays=False), tiling(KV_LEN, BLOCK[1], arrays=False)
+@pytest.mark.parametrize("arrays", [False, True])
+def test_pairs_around_given_positions_lie_in_their_tiles(arrays: bool, table_of: Callable[[int], BlockTable]) -> None:
+    table, rows, columns = table_of(2), tiling(Q_LEN, BLOCK[0], arrays=arrays), tiling(KV_LEN, BLOCK[1], arrays=arrays)
     wanted = pairs_in_tiles(table, rows, columns)
-    places = torch.tensor([3, 47, 88])
-    some = {tuple(pair) for pair in torch.stack(sample_pairs.around(table, rows, columns, places), 1).tolist()}
-    assert some <= wanted and {q for *_, q, _ in some} == {3, 47, 88}
-    for b, h, place in product(range(2), range(2), (3, 47, 88)):
+    places = torch.tensor([7, 50, 88])
+    pairs = sample_pairs.around(table, rows, columns, places)
+    assert all(t.dtype == torch.int64 for t in pairs)
+    some = {tuple(pair) for pair in torch.stack(pairs, 1).tolist()}
+    assert some <= wanted and {q for *_, q, _ in some} == {7, 50, 88}
+    for b, h, place in product(range(2), range(2), (7, 50, 88)):
         seen = [kv for pair in wanted if pair[:3] == (b, h, place) for kv in pair[3:]]
         assert {min(seen), max(seen)} <= {pair[3] for pair in some if pair[:3] == (b, h, place)}
 
@@ -98,7 +102,9 @@ def test_chosen_pairs_are_the_corners_of_chosen_blocks(rows_of_indices: int) -> 
     indices = torch.randint(-1, 5, (rows_of_indices, 2, 4, 2), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
     indices[0, 0, 0] = torch.tensor([4, 0])
     selection = Selection(indices=indices, granularity=8, q_granularity=4, heads_per_choice=3)
-    made = {tuple(pair) for pair in torch.stack([t.flatten() for t in sample_pairs.chosen_pairs(selection, 14, 37, 3)], 1).tolist()}
+    pairs = sample_pairs.chosen_pairs(selection, 14, 37, 3)
+    assert all(t.dtype == torch.int64 and t.shape[:2] == (1, 1) for t in pairs)
+    made = {tuple(pair) for pair in torch.stack([t.flatten() for t in pairs], 1).tolist()}
     wanted = set()
     for b, choice, row, k in product(range(rows_of_indices), range(2), range(4), range(2)):
         block = int(indices[b, choice, row, k])

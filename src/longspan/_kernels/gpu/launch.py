@@ -82,7 +82,7 @@ def facts(tiling: Tiling) -> TilingFacts:
     if tiling.row is None or tiling.pos is None or tiling.count is None:
         return _plain_facts(tiling.length, tiling.block)
     row, pos, count = tiling.row, tiling.pos, tiling.count
-    return _facts.get(tiling, None, lambda: _array_facts(tiling, row.cpu().long(), pos.cpu().long(), count.cpu().long()))
+    return _facts.get(tiling, None, lambda: _array_facts(tiling, row.long(), pos, count))
 
 
 def _array_facts(tiling: Tiling, row: Tensor, pos: Tensor, count: Tensor) -> TilingFacts:
@@ -127,7 +127,7 @@ def static_arrays(table: StaticTable, make: Callable[[], Sequence[Tensor]], devi
     """
     room = [0, 0, table.room, table.room, 0, table.room, table.room, 0]
     padded = _padded(make(), room)
-    whole = _joined(padded, device).to(device, copy=True)
+    whole = _joined(padded, device).to(device)
     parts = whole.split([len(p) for p in padded])
     note_upload(*parts)
 
@@ -139,9 +139,9 @@ def static_arrays(table: StaticTable, make: Callable[[], Sequence[Tensor]], devi
 
 
 def _padded(parts: Sequence[Tensor], room: Sequence[int]) -> list[Tensor]:
-    """Arrays as int32 on the host, of at least these sizes, with a multiple of four elements."""
+    """Arrays of the host as int32, of at least these sizes, with a multiple of four elements."""
     sizes = [max(len(p), n) for p, n in zip(parts, room, strict=True)]
-    return [torch.nn.functional.pad(p.cpu().int(), (0, n + 4 - n % 4 - len(p))) for p, n in zip(parts, sizes, strict=True)]
+    return [torch.nn.functional.pad(p.int(), (0, n + 4 - n % 4 - len(p))) for p, n in zip(parts, sizes, strict=True)]
 
 
 def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -165,10 +165,10 @@ def split_runs(table: BlockTable, columns: TilingFacts, *, positions: bool) -> t
     breaks = columns.breaks if positions else columns.row_breaks
     if not (len(columns.short) or len(breaks) or len(columns.breaks)):
         return full, partial
-    row, first, last = rows_of(full, table.rows), full.first.long(), full.last.long()
+    row, first, last = rows_of(full, table.rows), full.first, full.last
     run, short = _inside(columns.short, first, last)
     mixed_row = torch.cat([rows_of(partial, table.rows), row[run]])
-    mixed_first, mixed_last = torch.cat([partial.first.long(), short]), torch.cat([partial.last.long(), short])
+    mixed_first, mixed_last = torch.cat([partial.first, short]), torch.cat([partial.last, short])
     order = torch.argsort(mixed_row * (table.kv_tiles + 1) + mixed_first)
     mixed_row, mixed_first, mixed_last = cut_runs(mixed_row[order], mixed_first[order], mixed_last[order], columns.breaks)
     row, first, last = cut_runs(row, first, last, torch.cat([breaks, columns.short, columns.short + 1]).unique())
@@ -188,7 +188,7 @@ def cut_runs(row: Tensor, first: Tensor, last: Tensor, at: Tensor) -> tuple[Tens
 
 def rows_of(runs: Runs, rows: int) -> Tensor:
     """The table row of each run."""
-    return torch.repeat_interleave(torch.arange(rows), runs.ptr.diff().long())
+    return torch.repeat_interleave(torch.arange(rows), runs.ptr.diff())
 
 
 def _inside(tiles: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,9 +200,14 @@ def _inside(tiles: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]
     return run, tiles[low[run] + nth]
 
 
+def _run_lengths(runs: Runs) -> Tensor:
+    """Number of tiles in each run, int64."""
+    return (runs.last - runs.first + 1).long()
+
+
 def _lengths(runs: Runs, rows: int) -> Tensor:
     """Number of tiles in the runs of each row, int64."""
-    return torch.zeros(rows, dtype=torch.int64).index_add_(0, rows_of(runs, rows), (runs.last - runs.first + 1).long())
+    return torch.zeros(rows, dtype=torch.int64).index_add_(0, rows_of(runs, rows), _run_lengths(runs))
 
 
 def _csr(row: Tensor, first: Tensor, last: Tensor, rows: int) -> Runs:
@@ -218,9 +223,9 @@ def descending_tiles(full: Runs, partial: Runs, rows: int) -> tuple[Runs, Runs]:
     """
     row, tile, is_full = [], [], []
     for runs, kind in ((full, True), (partial, False)):
-        length = (runs.last - runs.first + 1).long()
+        length = _run_lengths(runs)
         row.append(rows_of(runs, rows).repeat_interleave(length))
-        tile.append(expand_ranges(runs.first.long(), length))
+        tile.append(expand_ranges(runs.first, length))
         is_full.append(torch.full((len(row[-1]),), kind))
     all_rows, all_tiles, kinds = torch.cat(row), torch.cat(tile), torch.cat(is_full)
     width = int(all_tiles.max()) + 1 if len(all_tiles) else 1
@@ -255,9 +260,9 @@ def idle_spans(table: BlockTable, queries: Tiling) -> tuple[tuple[int, int], ...
 
 def _find_idle_spans(table: BlockTable, queries: Tiling) -> tuple[tuple[int, int], ...]:
     tiles = table.rows // (table.batch * table.heads)
-    busy = (table.tiles_per_row.view(-1, tiles) > 0).all(0).cpu()
-    row = torch.arange(tiles) * queries.block if queries.row is None else queries.row.cpu().long()
-    count = (queries.length - row).clamp(max=queries.block) if queries.count is None else queries.count.cpu().long()
+    busy = (table.tiles_per_row.view(-1, tiles) > 0).all(0)
+    row = torch.arange(tiles) * queries.block if queries.row is None else queries.row.long()
+    count = (queries.length - row).clamp(max=queries.block) if queries.count is None else queries.count
     depth = torch.zeros(queries.length + 2, dtype=torch.int64)  # +1 where a busy tile starts, −1 after its end
     depth.index_add_(0, row[busy] + 1, torch.ones_like(row[busy])).index_add_(0, (row + count)[busy] + 1, -torch.ones_like(row[busy]))
     idle = torch.nn.functional.pad((depth.cumsum(0)[1:-1] == 0).int(), (1, 1)).diff()
@@ -300,11 +305,11 @@ def ascending_runs(full: Runs, partial: Runs, rows: int) -> tuple[Runs, Runs, Te
     Full runs after the first partial run that follows a full run become partial: the mask allows all of their pairs.
     """
     row = torch.cat([rows_of(full, rows), rows_of(partial, rows)])
-    first, last = torch.cat([full.first, partial.first]).long(), torch.cat([full.last, partial.last]).long()
+    first, last = torch.cat([full.first, partial.first]), torch.cat([full.last, partial.last])
     is_full = torch.arange(len(row)) < len(full.first)
     order = torch.argsort(row * (int(last.max()) + 1 if len(last) else 1) + first)
     row, first, last, is_full = row[order], first[order], last[order], is_full[order]
-    fulls = is_full.long().cumsum(0)
+    fulls = is_full.cumsum(0)
     begin = torch.zeros(rows + 1, dtype=torch.int64)
     begin[1:] = torch.bincount(row, minlength=rows).cumsum(0)
     fulls_before_row = torch.cat([torch.zeros(1, dtype=torch.int64), fulls])[begin[:-1]]

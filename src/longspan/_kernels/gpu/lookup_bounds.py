@@ -134,7 +134,7 @@ def _on_host(program: Program, captured: Sequence[Tensor]) -> list[Tensor]:
     """Captured tensors on the host where a discontinuous operation reads them; else expanded ones of their shape, without memory."""
     read = decisive(program.graph)
     return [
-        t.detach().cpu() if node in read else torch.ones((), dtype=t.dtype).expand(t.shape)
+        t.cpu() if node in read else torch.ones((), dtype=t.dtype).expand(t.shape)
         for node, t in zip(program.captured_nodes, captured, strict=True)
     ]
 
@@ -193,7 +193,7 @@ def _values(program: Program, inputs: Sequence[Tensor]) -> tuple[dict[Node, Any]
             env[node] = node.meta["constant"].cpu().reshape(1, 1, 1)
         elif node.op == "call_function" and op_name(node) == "index":
             table = env[_table(node)]
-            at = [env[i].long() for i in _indices(node)]
+            at = [env[i] for i in _indices(node)]
             wrong = [(i < -n) | (i >= n) for i, n in zip(at, table.shape, strict=True)]
             outside[node] = torch.stack(torch.broadcast_tensors(*wrong)).any(0)
             clamped = tuple(i.clamp(-n, n - 1) for i, n in zip(at, table.shape, strict=True))

@@ -70,7 +70,7 @@ def rows_by_tile(rows: Tensor, tiling: Tiling) -> Tensor:
     start = tiling.row
 
     def index() -> Tensor:
-        wanted = (start.cpu().long()[:, None] + torch.arange(tiling.block)).flatten().clamp(max=max(0, tiling.length - 1))
+        wanted = (start[:, None] + torch.arange(tiling.block)).flatten().clamp(max=max(0, tiling.length - 1))
         return launch.to_device([wanted], rows.device)[0][: len(wanted)]
 
     return rows.index_select(2, _tile_rows.get(tiling, rows.device, index))
@@ -113,7 +113,7 @@ def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
     (B, H, Q, E), out, grad_out = out.shape, computable(out), computable(grad_out)
     delta = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
     if delta.numel():
-        grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
         tensors = {"out_ptr": out, "do_ptr": grad_out, "grad_lse_ptr": grad_lse, "delta_ptr": delta}
         constants = {
             "out_stride": out.stride(), "do_stride": grad_out.stride(), "heads": H, "q_len": Q, "M": _ROWS, "E": E, "EP": launch.padded(E),

@@ -32,11 +32,11 @@ def spread(n: int, most: int, of: Tensor | None = None) -> Tensor:
 
 
 def _spans(tiling: Tiling) -> tuple[Tensor, Tensor]:
-    """(first position, count) of every tile, int64."""
+    """(first position, count) of every tile."""
     if tiling.pos is None or tiling.count is None:
         first = torch.arange(0, tiling.length, tiling.block)
         return first, (tiling.length - first).clamp(max=tiling.block)
-    return tiling.pos.cpu().long(), tiling.count.cpu().long()
+    return tiling.pos, tiling.count
 
 
 def places(tiling: Tiling) -> Tensor:
@@ -48,13 +48,13 @@ def places(tiling: Tiling) -> Tensor:
 
 def _tiles_of(table: BlockTable, rows: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """(row, tile): up to `most` tiles of each row, evenly spread, the first and the last included. Each row has at least one."""
-    end = (table.last - table.first + 1).long().cumsum(0)
+    end = (table.last - table.first + 1).cumsum(0)
     start = torch.cat([end.new_zeros(1), end])
     many = table.tiles_per_row[rows]
     steps = min(most, int(many.max()))
-    nth = torch.arange(steps).expand(len(rows), steps)
+    nth = torch.arange(steps)
     nth = torch.where(many[:, None] <= steps, nth.minimum(many[:, None] - 1), nth * (many[:, None] - 1) // max(1, steps - 1))
-    at = start[table.ptr[rows].long()][:, None] + nth
+    at = start[table.ptr[rows]][:, None] + nth
     run = torch.searchsorted(end, at, right=True)
     return rows[:, None].expand_as(at).flatten(), (table.first[run] + at - start[run]).flatten()
 
@@ -110,7 +110,7 @@ def chosen_pairs(selection: Selection, q_len: int, kv_len: int, batch: int) -> l
     first_q, first_kv = row % indices.shape[2] * selection.q_granularity, block * selection.granularity
     corners = torch.tensor([[e, c, i, j] for e in (0, 1) for c in (0, 1) for i in (0, 1) for j in (0, 1)])[:, :, None]
     every_batch, end_h, end_q, end_kv = corners.unbind(1)
-    b = torch.where(every_batch > 0, batch - 1, 0) if indices.shape[0] == 1 else b.expand(len(corners), -1)
+    b = torch.where(every_batch > 0, batch - 1, 0) if indices.shape[0] == 1 else b
     h = choice * selection.heads_per_choice + end_h * (selection.heads_per_choice - 1)
     q = (first_q + end_q * (selection.q_granularity - 1)).clamp(max=q_len - 1)
     kv = (first_kv + end_kv * (selection.granularity - 1)).clamp(max=kv_len - 1)
