@@ -121,7 +121,7 @@ def measured(sizes: BenchSizes, device: Any, repeat: int) -> Iterator[Row]:
     cases: list[tuple[str, Any, dict[str, Any]]] = [("causal", ls.causal(), {"is_causal": True})]
     if sizes.tokens**2 <= MAX_MASK_BYTES:
         lengths = sizes.lengths()
-        ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device)
+        ids = torch.arange(len(lengths), device=device).repeat_interleave(torch.tensor(lengths, device=device))
         dense = (ids[:, None] == ids[None, :]).tril_()
         cases.append((f"{len(lengths)} packed documents", ls.causal() & ls.documents(lengths=lengths), {"attn_mask": dense}))
     for name, mask, options in cases:

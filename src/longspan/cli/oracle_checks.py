@@ -73,7 +73,7 @@ class Problem:
             return ls.causal() & ls.documents(lengths=[*lengths, self.tokens - sum(lengths)])
         if self.mask == "window":
             return ls.sliding_window(37, 5)
-        until = (torch.arange(1, self.heads + 1) * self.tokens // self.heads).to(self.device)
+        until = torch.arange(1, self.heads + 1, device=self.device) * self.tokens // self.heads
         return ls.mask_mod(lambda b, h, q, kv: (q % 5 != 0) & (kv < until[h]) & (q >= kv))  # some rows see no key
 
     def score_mod(self, dtype: torch.dtype) -> tuple[Callable[..., Tensor] | None, list[Tensor]]:

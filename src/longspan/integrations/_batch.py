@@ -210,8 +210,7 @@ def _positions(batch: Mapping[str, Any], tokens: Tensor, config: Any) -> Tensor:
     """Token positions [B, S]: of the batch, or numbered as the model numbers a whole batch."""
     positions: Tensor | None = batch.get("position_ids")
     if positions is None:
-        real = real_tokens(batch)
-        return default_positions(config, tokens, None if real is None else real.to(tokens.device))
+        return default_positions(config, tokens, real_tokens(batch))
     return positions.expand(tokens.shape[:2])
 
 

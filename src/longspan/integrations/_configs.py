@@ -166,18 +166,23 @@ def position_rule(config: Any) -> str:
 
 
 def default_positions(config: Any, tokens: Tensor, real: Tensor | None) -> Tensor:
-    """The positions [B, S] that a model gives to the tokens of a whole batch. `tokens`: ids [B, S] or embeddings [B, S, D]."""
+    """The positions [B, S] that a model gives to the tokens of a whole batch, on their device.
+
+    tokens: ids [B, S] or embeddings [B, S, D]. real: bool [B, S], False for padding; None without padding.
+    """
     batch_size, length = tokens.shape[:2]
+    by_place = torch.arange(length, device=tokens.device).expand(batch_size, length)
     rule = "by place" if config is None else position_rule(config)
     if rule == "by pad token" and tokens.ndim == 2:
         pad = text_config(config).pad_token_id
         counted = tokens != pad
         return counted.cumsum(1) * counted + pad
     if rule == "by pad token":
-        return torch.arange(length).expand(batch_size, length) + text_config(config).pad_token_id + 1
+        return by_place + text_config(config).pad_token_id + 1
     if rule == "by mask" and real is not None:
+        real = real.to(tokens.device)
         return real.cumsum(1) * real - 1
-    return torch.arange(length).expand(batch_size, length)
+    return by_place
 
 
 def check_positions(config: Any, plans: Any) -> None:

@@ -99,8 +99,7 @@ def _shard_arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     if isinstance(arguments.get("attention_mask"), Tensor):
         arguments["attention_mask"] = None
     if positions is None:
-        real = plans.real_tokens
-        positions = default_positions(getattr(decoder, "config", None), inputs, None if real is None else real.to(inputs.device))
+        positions = default_positions(getattr(decoder, "config", None), inputs, plans.real_tokens)
     positions = positions.to(inputs.device)
     arguments["position_ids"] = _local_positions(positions, plan, inputs.shape[0])
     forward.made_positions = (positions, arguments["position_ids"]) if made_positions else None
