@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +148,19 @@ def test_sampled_pairs_of_blocks_are_those_of_the_cells() -> None:
         expected = torch.zeros(48, dtype=torch.float64)
         expected[:cells] = per_cell[:cells, :cells].sum(1)
         assert got.tolist() == expected.view(3, 16).sum(1).tolist()
+
+
+def test_pairs_are_counted_on_the_host_and_are_float64_for_any_kind_of_tile() -> None:
+    seen = torch.arange(12) % 5 < 3
+    mask = ls.mask_mod(lambda b, h, q, kv: seen[kv])
+    on_a_device: Any = SimpleNamespace(cpu=lambda: seen)
+    table = mask.block_table(12, block=4)
+    assert pairs_per_row(table, mask.traced.program, [on_a_device]).tolist() == [4 * 8.0] * 3
+    for mask in (ls.full(), ls.causal(), ls.sliding_window(8), ~ls.full()):
+        table = mask.block_table(12, block=4)
+        made = Demand.of(table)
+        assert pairs_per_row(table, mask.traced.program).dtype == made.work.dtype == torch.float64
+        assert (made.ptr.dtype, made.first.dtype, made.last.dtype) == (torch.int64,) * 3
 
 
 def test_demands_of_single_batch_rows_and_errors() -> None:

@@ -114,6 +114,9 @@ def test_the_best_of_all_swaps_of_a_rank_is_made(seed: int) -> None:
                 assert got + price * cost == pytest.approx(best) and swapped == (best < 0)
                 assert swapper.load.tolist() == pytest.approx(loads)
                 assert sorted(after) == sorted(owner) and (pinned is None or after[pinned] == owner[pinned])
+                swapper._survey()  # chunks of the new owner, as of a swapper that begins with it
+                again = Swapper(structure, swapper.owner, ranks, max_work=max_work, pinned=pinned)
+                assert (swapper.chunks.begin.tolist(), swapper.cut.tolist()) == (again.chunks.begin.tolist(), again.cut.tolist())
                 made += swapped
     assert made >= 4
 

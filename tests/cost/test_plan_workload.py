@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -159,6 +160,8 @@ def check(data: PlanData, per_node: int) -> None:
     empty = int(work.halves is not None)  # the second part of local KV has a column of its own
     steps = len(s.steps) + 1
     assert (work.ranks, work.degree, work.steps, empty) == (ranks, data.degree, steps + empty, int(steps > 1))
+    counted = [getattr(work, f.name) for f in fields(work) if f.name != "rank"] + list(work.backward or ())
+    assert {t.dtype for t in counted if isinstance(t, torch.Tensor)} == {torch.float64} and work.rank.dtype == torch.int64
     query, full, partial, active = counted_tiles(data, ranks, steps)
     assert torch.equal(work.query_tiles, query)
     assert work.active_tiles is not None and work.gathered is not None

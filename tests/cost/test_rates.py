@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +37,17 @@ def row_seconds(keys: float, edges: float) -> float:
 def test_seconds_of_a_query(keys: float, edges: float) -> None:
     got = RATES.seconds(torch.tensor([[keys]], dtype=torch.float64), torch.tensor([[edges]], dtype=torch.float64))
     assert got.shape == (1, 1) and float(got) == pytest.approx(row_seconds(keys, edges), rel=1e-12)
+
+
+def test_strided_numbers_are_looked_up_without_a_warning() -> None:
+    keys, edges = torch.rand(2, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 5000
+    torch.set_warn_always(True)  # torch warns only once of this
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(RATES.seconds(keys.T, edges.T), RATES.seconds(keys, edges).T)
+    finally:
+        torch.set_warn_always(False)
 
 
 @pytest.mark.parametrize("backward", [False, True])

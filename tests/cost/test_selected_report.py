@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -140,6 +140,8 @@ def test_expected_tiles_and_tokens_counted_one_by_one(
     torch.testing.assert_close(report.bytes_received_backward, moved.sum(0) * key_bytes + moved.sum(1) * grad_bytes)
 
     ((work, used, given),) = made
+    counted = [getattr(work, f.name) for f in fields(work) if f.name != "rank"] + [report.tiles, report.moved]
+    assert {t.dtype for t in counted if isinstance(t, torch.Tensor)} == {torch.float64}
     assert used is profile and given is conditions and (work.ranks, work.degree, work.scale) == (ranks, 1, batch)
     torch.testing.assert_close(torch.stack([work.full, work.partial]), torch.stack([full, partial]))
     for rank in range(ranks):

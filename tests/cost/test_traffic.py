@@ -57,6 +57,7 @@ def _run(mask: Any, lengths: Any, mesh: tuple[Any, Any], options: dict[str, Any]
 
 def _agrees(plan: ls.Plan, forward: torch.Tensor, backward: torch.Tensor) -> None:
     report = plan.report()
+    assert report.traffic.forward.dtype == report.traffic.backward.dtype == torch.int64
     assert torch.equal(report.bytes_received.sum(0), forward.sum(0)) and torch.equal(report.matrix, forward)
     assert torch.equal(report.bytes_received_backward.sum(0), backward.sum(0))
 
@@ -122,6 +123,7 @@ def test_work_is_counted_for_every_rank_and_its_heads(mesh: str, strategy: str) 
         place, local_heads = data.groups[coordinate].tolist().index(rank), 8 // data.degree
         right.append(3 * float(seen[place * local_heads : (place + 1) * local_heads, data.inner[0].positions(coordinate)].sum()))
     assert report.pairs.tolist() == right and report.balance == max(right) * len(right) / sum(right)
+    assert report.tiles.dtype == torch.int64
     assert report.tiles.shape == (plan.mesh.size,) and int(report.tiles.sum()) == 3 * int(data.tiles[0].table.tiles_per_row.sum())
 
 
@@ -168,3 +170,14 @@ def test_a_ulysses_transpose_of_cross_attention_takes_time_by_both_lengths() -> 
     few, many = (ls.plan(ls.full(), (1024, n), ls.Mesh.abstract(4), strategy="ulysses", heads=8, kv_heads=4).report() for n in (512, 65536))
     assert float(many.timeline.forward.before.max()) > 5 * float(few.timeline.forward.before.max())
     assert torch.equal(many.timeline.forward.after > 0, torch.ones(4, dtype=torch.bool))
+
+
+def test_bytes_of_transposes_of_long_sequences_are_exact() -> None:
+    tokens, q, kv, lse = 3_000_001, 3 * 40 * 2, 2 * 40 * 2, 3 * 4  # bytes of a token in the heads of one rank
+    options: dict[str, Any] = {"heads": 6, "kv_heads": 2, "head_dim": 40, "strategy": "ulysses", "layout": "contiguous"}
+    report = ls.plan(ls.full(), tokens, ls.Mesh.abstract(2), **options).report()
+    first, second = report.tokens
+    assert first + second == tokens and first != second
+    assert report.traffic.forward.tolist() == [[second * (q + kv), first * (q + kv)], [first * (q + lse), second * (q + lse)]]
+    sent = [first * (q + kv) + second * (q + lse), second * (q + kv) + first * (q + lse)]
+    assert report.matrix.tolist() == [[0, sent[0]], [sent[1], 0]]

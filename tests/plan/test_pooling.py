@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import longspan as ls
-from longspan._plan.pooling import BlockPooling, RowGroups
+from longspan._plan.pooling import BlockPooling, RowGroups, _GroupSums
 from longspan.testing import virtual_world
 
 
@@ -55,6 +58,17 @@ def test_pooled_values_have_the_dtype_and_dim_of_the_keys() -> None:
     plan = ls.plan(ls.causal(), 6, ls.Mesh.abstract(1))
     x = torch.arange(12.0).view(6, 2).bfloat16()
     assert torch.equal(plan.gather_pooled(x, 3, dim=0), torch.tensor([[2.0, 3.0], [8.0, 9.0]]).bfloat16())
+
+
+def test_sums_of_narrow_dtypes_are_float32_and_follow_the_device_of_the_keys() -> None:
+    plan = ls.plan(ls.causal(), 70, ls.Mesh.abstract(1))
+    x = torch.randint(-200, 200, (6, 70), generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert torch.equal(plan.gather_pooled(x, 7, dim=1), (x.float().view(6, 10, 7).sum(2) / 7).bfloat16())
+    assert plan.gather_pooled(x.to("meta"), 7, dim=1).device.type == "meta"
+    groups = RowGroups.of(torch.tensor([2, 0, 2]), 3)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # a CUDA device without a GPU
+        grad, _ = _GroupSums.backward(SimpleNamespace(groups=groups), torch.empty(3, 5, device="cuda"))
+    assert grad.device.type == "cuda" and grad.shape == (3, 5)
 
 
 @pytest.mark.parametrize(

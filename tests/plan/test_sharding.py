@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import longspan as ls
+from longspan._plan.sharding import _select, places, shard, unshard
 from longspan.testing import virtual_world
 
 MESHES: dict[str, Any] = {"1": 1, "3": 3, "2x2": (2, 2)}
@@ -45,3 +48,28 @@ def test_derivatives_of_unshard_to_third_order_equal_those_of_the_whole_tensor(b
     wanted = [4 * total * x**3, 12 * total * x**2 * first_weight, 24 * total * x * first_weight * second_weight]
     for got in world.run(rank):
         torch.testing.assert_close(got, wanted)
+
+
+ONE_ROW = ls.Layout(length=5, rows=((((2, 3), (0, 2)),),))
+TWO_ROWS = ls.Layout(length=5, rows=((((0, 5),),), (((2, 3), (0, 2)),)))
+
+
+@pytest.mark.parametrize("layout", [ONE_ROW, TWO_ROWS])
+@pytest.mark.parametrize(("dim", "shape"), [(1, (2, 5, 3)), (2, (2, 3, 5)), (-1, (2, 3, 4, 5))])
+def test_whole_tensors_are_contiguous_along_any_dim(layout: ls.Layout, dim: int, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    part = shard(x, dim, layout, 0)
+    whole = unshard(part, dim, layout, ls.Mesh.abstract(1))
+    assert torch.equal(whole, x) and whole.is_contiguous() and part.is_contiguous() and not torch.equal(part, x)
+
+
+def test_positions_follow_the_device_of_the_tensor() -> None:
+    for layout, shape in ((ONE_ROW, (5,)), (TWO_ROWS, (2, 5))):
+        place = places(layout, torch.device("meta"))
+        assert place.device.type == "meta" and place.shape == shape
+    one: Any = SimpleNamespace(positions=lambda rank: torch.tensor([3, 1]))
+    two: Any = SimpleNamespace(positions=lambda rank: torch.tensor([[3, 1, 0], [0, 2, 4]]))
+    with FakeTensorMode(allow_non_fake_inputs=True):  # a CUDA device without a GPU
+        x = torch.empty(7, 5, device="cuda")
+        parts = [_select(x, 1, one, 0), _select(x, 1, two, 0, row=1)]
+    assert [(part.device.type, part.shape) for part in parts] == [("cuda", (7, 2)), ("cuda", (7, 3))]

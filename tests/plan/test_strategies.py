@@ -102,5 +102,7 @@ def test_digests_of_texts_and_tensors_depend_on_order_dtype_and_shape() -> None:
     x = torch.arange(6, dtype=torch.int16)
     assert content(x) == bytes([0, 0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0]) and content(x[:0]) == b"" and content(x[:1]) == b"\0\0"
     assert content(x.view(2, 3).T) == content(x.view(2, 3).T.contiguous()) != content(x)
+    with pytest.raises(NotImplementedError, match="meta"):
+        content(torch.empty(3, device="meta"))
     parts = [["ab", "c"], ["a", "bc"], ["abc"], ["c", "ab"], [x], [x.view(2, 3)], [x.view(torch.uint8)], [x, "ab"], ["ab", x], [x + 1], []]
     assert len({digest_of(p) for p in parts}) == len(parts)

@@ -69,10 +69,10 @@ class Demand:
         if row is not None and table.batch > 1 and not 0 <= row < table.batch:
             raise ValueError(f"demand: the table has {table.batch} batch rows, got row {row}")
         units = table.q_tiles
-        work = table.tiles_per_row.double() * (table.block[0] * table.block[1]) if pairs is None else pairs.double()
+        work = table.tiles_per_row.double() * (table.block[0] * table.block[1]) if pairs is None else pairs
         if work.shape != (table.rows,):
             raise ValueError(f"demand: pairs must hold one number per table row, {table.rows} in all, got shape {tuple(work.shape)}")
-        unit, first, last = _row_of_run(table), table.first.long(), table.last.long()
+        unit, first, last = _row_of_run(table), table.first, table.last
         if row is not None and table.batch > 1:
             begin, end = row * table.heads * units, (row + 1) * table.heads * units
             runs = slice(int(table.ptr[begin]), int(table.ptr[end]))
@@ -89,8 +89,6 @@ def _row_of_run(table: BlockTable) -> Tensor:
 
 def _united(unit: Tensor, first: Tensor, last: Tensor, units: int, *, in_order: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Runs with those of one unit that overlap or touch merged."""
-    if not len(unit):
-        return unit, first, last
     begin, end = unit * (units + 1) + first, unit * (units + 1) + last + 1  # one line per unit, with a gap after each
     if not in_order:
         begin, order = begin.sort(stable=True)
@@ -130,14 +128,14 @@ def pairs_per_row(
         raise ValueError("pairs_per_row: expected the table of a whole sequence, got one of selected tiles; pass edges=")
     ptr, first, last = table.runs(FULL)
     tiles = torch.zeros(len(first) + 1, dtype=torch.int64)
-    tiles[1:] = (last - first + 1).long().cumsum(0)
-    total = tiles[ptr.long()].diff().double() * (size_q * size_kv)
+    tiles[1:] = (last - first + 1).cumsum(0)
+    total = tiles[ptr].diff().double() * (size_q * size_kv)
     ptr, first, last = table.runs(PARTIAL)
-    length = (last - first + 1).long()
+    length = last - first + 1
     if not len(length):
         return total
     row = torch.repeat_interleave(torch.arange(table.rows), ptr.diff()).repeat_interleave(length)
-    column = expand_ranges(first.long(), length)
+    column = expand_ranges(first, length)
 
     edges = edges or (_even(table.q_len, size_q), _even(table.kv_len, size_kv))
     tall, wide = edges[0].diff()[row % table.q_tiles], edges[1].diff()[column]
@@ -149,7 +147,7 @@ def pairs_per_row(
     sampler = _TileSampler(
         table=table,
         program=program,
-        captured=[t.detach().cpu() for t in captured],
+        captured=[t.cpu() for t in captured],
         edges=edges,
         first_batch=first_batch,
         points=points,

@@ -57,7 +57,7 @@ def structure_of(demands: Sequence[Demand]) -> Structure | None:
     """
     units = demands[0].units
     unit = torch.arange(units)
-    low, high, size = unit.clone(), unit + 1, torch.ones_like(unit)
+    low, high, size = unit, unit + 1, torch.ones_like(unit)
     for demand in demands:
         longest = torch.zeros_like(unit)
         runs = (demand.last - demand.first + 1) * (units + 1) + demand.first

@@ -177,7 +177,7 @@ class Swapper:
         same_size = torch.searchsorted(sizes, c.size).clamp(max=len(sizes) - 1)
         excess = (self.load - self.max_work).clamp(min=0)
         relief = (excess + excess[rank]) * self.price
-        bound = (back + at(least.view(-1), c.rank * len(sizes) + same_size)).double() - at(relief, c.rank)
+        bound = (back + at(least.view(-1), c.rank * len(sizes) + same_size)) - at(relief, c.rank)
         y = ((bound < 0) & (at(sizes, same_size) == c.size) & (c.rank != rank)).nonzero()[:, 0]
         same_size = at(same_size, y)
         begin = torch.searchsorted(group, same_size)
@@ -189,7 +189,7 @@ class Swapper:
         other = at(c.rank, y)
         reads = at(out.view(-1), other * len(mine) + x) + at(back, y)
         x = at(mine, x)
-        change = reads.double() - self.price * self._relieved(rank, other, at(c.work, x) - at(c.work, y))
+        change = reads - self.price * self._relieved(rank, other, at(c.work, x) - at(c.work, y))
         if not len(change):
             return False
         worst = float(change.kthvalue(min(TRIED, len(change))).values)

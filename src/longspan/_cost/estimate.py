@@ -150,7 +150,7 @@ class OwnerEstimate:
         if moves == "none" or self.ranks == 1:
             return torch.zeros_like(self.computed), no_exchange
         if moves == "allgather":
-            return (~self.is_local).long(), torch.tensor([0.0, 1.0], dtype=torch.float64)
+            return ~self.is_local, torch.tensor([0.0, 1.0], dtype=torch.float64)
         if moves == "ring":
             stages_per_step = max(1, -(-step_tokens // max(1, self.shard_tokens)))
             steps = -(-(self.ranks - 1) // stages_per_step)
@@ -177,11 +177,11 @@ class OwnerEstimate:
         crosses = placement.node(self.owner) != placement.node(self.chosen)[:, None]
         column = step + crosses * count
         received = torch.zeros(len(step), 2 * count, dtype=torch.float64).scatter_add_(1, column, self.tokens.expand_as(column))
-        totals = [received.view(-1, 2, count).transpose(0, 1).contiguous()]
+        totals = [received.view(-1, 2, count).transpose(0, 1)]
         if len(self.chosen) == self.ranks:
             by_unit = torch.zeros(2 * count, len(self.owner), dtype=torch.float64).scatter_add_(0, column, self.tokens.expand_as(column))
             sent = torch.zeros(2 * count, self.ranks, dtype=torch.float64).index_add_(1, self.owner, by_unit)
-            totals.append(sent.view(2, count, -1).transpose(1, 2).contiguous())
+            totals.append(sent.view(2, count, -1).transpose(1, 2))
         for total in totals:
             total[:, :, 0] = 0
         return totals[0], totals[-1]

@@ -125,7 +125,7 @@ class PassSimulation:
             if work.steps > 1:
                 last = self._first_or_last(computes)
                 last[:, 0] &= computes[:, 1:].sum(1) == 0
-                has_result = computes.cumsum(1) > computes.long()
+                has_result = computes.cumsum(1) > computes
                 out += computes * has_result * active * tile * WIDE  # reads the running result,
                 out += torch.where(last, 0.0, computes * active * tile * (WIDE - narrow))  # and writes it, except in the last step
             return out

@@ -106,7 +106,7 @@ class _PlanCounter:
     def _moved(self, s: Schedule) -> tuple[Tensor, Tensor, Tensor]:
         """`received`, `sent` and `gathered` of a schedule."""
         steps = len(s.steps) + 1
-        crosses = (self.placement.node(s.receiver) != self.placement.node(s.source)).long()
+        crosses = self.placement.node(s.receiver) != self.placement.node(s.source)
         totals = []
         for rank in (s.receiver, s.source):
             total = torch.zeros(2 * self.ranks * steps, dtype=torch.float64)
@@ -158,7 +158,7 @@ class _PlanCounter:
         share, halves = work.late_fraction.tolist(), torch.zeros(3, work.ranks, 2, dtype=torch.float64)
         several = int((work.received.sum((0, 1)) > 0).sum()) > 1
         # With several steps, the gradients of the second part must fit into the buffer of received KV.
-        limit = (work.received.sum(0).amax(1) // BLOCK_SIZE).long().tolist() if several else [None] * work.ranks
+        limit = (work.received.sum(0).amax(1) // BLOCK_SIZE).tolist() if several else [None] * work.ranks
         for part in _chunks(work.ranks, kv.tiles):
             computed = [computed_tiles(table, kind, owner, part) for kind in (FULL, PARTIAL)]
             half, both = torch.full_like(computed[0], -1), computed[0] + computed[1]
@@ -194,7 +194,7 @@ def computed_tiles(table: BlockTable, kind: int, owner: Tensor, part: range) -> 
     """How many query tiles of each rank of `part` compute each KV tile [len(part), T], over the table's heads and batch rows."""
     ptr, first, last = table.runs(kind)
     q_tile = torch.repeat_interleave(torch.arange(table.rows), ptr.diff()) % max(1, table.q_tiles)
-    return coverage(owner[q_tile], first.long(), last.long() + 1, table.kv_tiles, part)
+    return coverage(owner[q_tile], first, last + 1, table.kv_tiles, part)
 
 
 def _active(table: BlockTable, owner: Tensor, step: Tensor, part: range, steps: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 def content(tensor: Tensor) -> bytes:
     """A tensor's bytes, row-major."""
-    host = tensor.detach().cpu().contiguous()
+    host = tensor.cpu().contiguous()
     return ctypes.string_at(host.data_ptr(), host.numel() * host.element_size()) if host.numel() else b""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def late_tiles(work: Tensor, share: float, limit: int | None = None) -> int:
+def late_tiles(work: Tensor, share: float, limit: float | None = None) -> int:
     """The number of local KV tiles that backward computes last: the first ones, with `share` of the work as nearly as tiles allow.
 
     The first tiles are chosen because more queries read them under causal masks. The other part then touches fewer rows a second time.

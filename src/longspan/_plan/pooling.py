@@ -50,7 +50,7 @@ class _GroupSums(torch.autograd.Function):
         ctx.groups = groups
         if bool((groups.members == len(rows)).any()):
             rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
-        return rows[groups.members.to(rows.device)].sum(1)
+        return rows[groups.members].sum(1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
@@ -111,5 +111,5 @@ def gather_pooled(x: Tensor, dim: int, pooling: BlockPooling) -> Tensor:
     fields = {"layout": pooling.layout.digest[:12], "block": str(pooling.block)}
     gather = Gather(mesh=pooling.mesh, counts=tuple(pooling.counts), what=f"gather_pooled along dim {dim} of {x.ndim}", fields=fields)
     total = pooling.gathered.sums(gather(pooling.local.sums(rows)))
-    tokens = pooling.tokens.to(device=x.device, dtype=wide).view(-1, *[1] * (total.ndim - 1))
+    tokens = pooling.tokens.to(x.device).view(-1, *[1] * (total.ndim - 1))
     return (total / tokens).to(x.dtype).movedim(0, dim)

@@ -42,7 +42,7 @@ def shard(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
         return torch.stack([_select(part, dim % x.ndim - 1, layout, rank, row) for row, part in enumerate(x.unbind(0))])
     segments = layout.rows[0][rank]
     if not segments:
-        return x.narrow(dim, 0, 0).contiguous()
+        return x.narrow(dim, 0, 0)
     if len(segments) > MAX_VIEWS:
         return _select(x, dim, layout, rank)
     return torch.cat([x.narrow(dim, start, length) for start, length in segments], dim)

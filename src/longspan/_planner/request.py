@@ -144,7 +144,7 @@ def planned_mask(mask: Mask, q_len: int, kv_len: int, sizes: CallSizes) -> Plann
             AttentionSizes(q_len=q_len, kv_len=kv_len, batch=sizes.batch or 1, heads=sizes.heads or 1, kv_heads=sizes.kv_heads)
         )
     with torch.no_grad():
-        captured = tuple(t.detach().to("cpu", copy=True) for t in mask.traced.captured())
+        captured = tuple(t.to("cpu", copy=True) for t in mask.traced.captured())
     planned = PlannedMask(text=str(mask), program=mask.traced.program, captured=captured)
     for name, depends in (("batch", planned.per_batch), ("heads", planned.per_head)):
         if depends and getattr(sizes, name) is None:
