@@ -114,3 +114,24 @@ def test_a_captured_step_can_advance_and_has_few_new_tokens() -> None:
         return str(caught.value)
 
     assert all("and no mesh in a CUDA graph" in message for message in virtual_world(2).run(over_mesh))
+
+
+@pytest.mark.parametrize("counts", [3, 40, [1, 30]], ids=str)
+def test_without_gradients_every_tensor_may_require_them(counts: Any) -> None:
+    """Parameters of a model in `torch.no_grad()`: the results are those of plain tensors, and hold no graph."""
+    ragged = isinstance(counts, list)
+    plain = tokens(1 if ragged else 2, sum(counts) if ragged else counts)
+    limit, bias, sink = torch.tensor(25.5), torch.randn(4, generator=torch.Generator().manual_seed(1)), torch.ones(4)
+
+    def results(grad: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, low, added, logits = (t.clone().requires_grad_(grad) for t in (*plain, limit, bias, sink))
+        cache = make_cache(pages=40)
+        step = cache.step(cache.allocate(2), counts)
+        return ls.attention(
+            q, k, v, cache=step, layer=0, mask=CAUSAL & ls.mask_mod(lambda b, h, i, j: j < low), sink=logits, return_lse=True,
+            score_mod=lambda s, b, h, i, j: s + added[h],
+        )  # fmt: skip
+
+    with torch.no_grad():
+        got = results(True)
+    assert all(torch.equal(a, b) and not a.requires_grad for a, b in zip(got, results(False), strict=True))

@@ -157,3 +157,24 @@ def test_a_chunk_over_a_mesh_has_the_bits_of_every_rank_and_dtypes_of_its_querie
 
     first, *others = virtual_world(3).run(run)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("count", [2, 90])
+def test_odd_dims_and_strided_queries_give_the_results_of_one_device(count: int) -> None:
+    """A row of out and lse has 5 · 2 + 4 bytes. 90 new tokens pass KV, two pass partial results."""
+    generator = torch.Generator().manual_seed(count)
+    q, k, v = (torch.randn(1, h, d, count, generator=generator).bfloat16().mT for h, d in ((4, 6), (2, 6), (2, 5)))
+    sink = torch.randn(4, generator=generator, dtype=torch.float64)
+
+    def run(mesh: ls.Mesh | None) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = make_cache(mesh=mesh, dtype=torch.bfloat16, pages=40, head_dim=6, value_dim=5)
+        step = cache.step(cache.allocate(1), count)
+        out, lse = ls.attention(q, k, v, cache=step, layer=0, mask=ls.causal(), sink=sink, return_lse=True)
+        assert mesh is None or step.passed == {0: "KV" if count == 90 else "partial results"}
+        return out, lse
+
+    want = run(None)
+    for out, lse in virtual_world(2).run(run):
+        assert (out.dtype, lse.dtype, lse.is_contiguous()) == (torch.bfloat16, torch.float32, True)
+        torch.testing.assert_close(out, want[0], rtol=0, atol=0.01)
+        torch.testing.assert_close(lse, want[1])

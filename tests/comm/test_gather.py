@@ -124,3 +124,20 @@ def test_rows_and_counts_that_do_not_fit_raise(x: torch.Tensor, counts: list[int
             reduce_scatter_rows(mesh, torch.zeros(5), counts)
 
     virtual_world(2).run(fn)
+
+
+@pytest.mark.parametrize("shape", [2, (1, 2)], ids=str)
+def test_strided_rows_are_reduced_by_value(shape: int | tuple[int, int]) -> None:
+    inputs = [rows(r, 3).permute(1, 2, 0) for r in range(2)]
+    finish = lambda reduced, indices: reduced
+    got = virtual_world(shape).run(
+        lambda mesh: all_reduce_rows(mesh, inputs[mesh.rank], lambda parts: parts.sum(0), finish, what="test", fields={})
+    )
+    assert all(torch.equal(x, inputs[0] + inputs[1]) for x in got)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_reduced_rows_hold_no_memory_of_the_received_ones(dtype: torch.dtype) -> None:
+    got = virtual_world(3).run(lambda mesh: reduce_scatter_rows(mesh, torch.ones(6, 5, dtype=dtype), [1, 2, 3]))
+    assert [(x.dtype, x.untyped_storage().nbytes()) for x in got] == [(dtype, n * 5 * dtype.itemsize) for n in (1, 2, 3)]
+    assert all(bool((x == 3).all()) for x in got)

@@ -50,7 +50,6 @@ def gather_axis(mesh: Mesh, i: int, x: Tensor, blocks: tuple[int, ...], what: st
     group, size = mesh.group(i), mesh.axes[i].size
     line = mesh.coordinate[0] if i == 1 else 0
     recv_counts = blocks[line * size :][:size]
-    x = x.contiguous()
     sent = x.repeat(size, *[1] * (x.ndim - 1))
     out = x.new_empty((sum(recv_counts), *x.shape[1:]))
     group.all_to_all(out, sent, recv_counts, [x.shape[0]] * size, what=what).wait()

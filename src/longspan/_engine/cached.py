@@ -65,7 +65,7 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[Te
         return result
     with raising_on_all_ranks(mesh):
         layer, work = _checked(q, k, v, call)
-        step, q, k, v = call.step, *(x.detach().resolve_neg() for x in (q, k, v))
+        step, q, k, v = call.step, *(x.resolve_neg() for x in (q, k, v))
         by_triton = _decodes_by_triton(q, v, step, work, call.kernel)
         if q.is_cuda and not by_triton and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(_GRAPH_NEEDS_DECODE_KERNEL)
@@ -90,7 +90,7 @@ def write_cached(k: Tensor, v: Tensor, step: CacheStep, layer: int) -> None:
     _check_tokens(k, k, step)
     step.check_layer(layer)
     with torch.no_grad():
-        step.cache.layer_pages(layer).write(tokens_first(k.detach()), tokens_first(v.detach()), step.ranges)
+        step.cache.layer_pages(layer).write(tokens_first(k), tokens_first(v), step.ranges)
     step.finish_layer(layer)
 
 
@@ -196,8 +196,8 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[int, Pa
         mask=None if mask_traced is None else mask_traced.program,
         mask_captured=mask_captured,
         score=None if score_traced is None else score_traced.program,
-        score_captured=[t.detach().to(q.device).resolve_neg() for t in score_captured],
-        sink=None if call.sink is None else call.sink.detach().resolve_neg(),
+        score_captured=[t.to(q.device).resolve_neg() for t in score_captured],
+        sink=None if call.sink is None else call.sink.resolve_neg(),
         window=None if mask is None else mask.left_reach,
     )
 

@@ -84,7 +84,7 @@ class _MeshCall:
             tokens = [t for i in by_partial for t in range(ranges.firsts[i], ranges.firsts[i] + ranges.counts[i])]
             rows[tokens] = self._by_passing_partial_results(by_partial, tokens)
         rows = rows.view(q.shape[0], q.shape[2], self.heads, row_bytes).transpose(1, 2)
-        out = rows[..., :out_bytes].contiguous().view(q.dtype)
+        out = rows[..., :out_bytes].view(q.dtype)
         lse = rows[..., out_bytes:].contiguous().view(self.wide)[..., 0] if self.with_lse else None
         return like_query(q, self.dim, q.dtype).copy_(out), lse
 
@@ -124,14 +124,13 @@ class _MeshCall:
         """Result bytes of merged rows, with the sink. `indices`: of (token, head) pairs."""
         out, lse = rows[:, :-1], rows[:, -1]
         if self.work.sink is not None:
-            sink = self.work.sink.to(self.wide)
-            heads = torch.arange(indices.start, indices.stop, device=sink.device) % self.heads
-            out, lse = merge_ranks(out[None], lse[None], sink[heads])
+            heads = torch.arange(indices.start, indices.stop, device=out.device) % self.heads
+            out, lse = merge_ranks(out[None], lse[None], self.work.sink[heads])
         return self._as_bytes(out, lse)
 
     def _as_bytes(self, out: Tensor, lse: Tensor) -> Tensor:
         """Results [..., E] and [...] as bytes."""
-        columns = [out.to(self.q.dtype).contiguous(), lse[..., None].to(self.wide).contiguous()]
+        columns = [out.to(self.q.dtype).contiguous(), lse[..., None].to(self.wide)]
         return torch.cat([x.view(torch.uint8) for x in columns[: 1 + self.with_lse]], -1)
 
     # -------------------------------------------------------------------------------------------- KV
@@ -152,7 +151,7 @@ class _MeshCall:
                     out, lse = attend_chunk((q[:, low:high], k, v), chunk, self.step, work, self.kernel)
                     made.append(self._as_bytes(out, lse).transpose(0, 1))
             empty = self._as_bytes(q.new_empty(self.heads, 0, self.dim), q.new_empty(self.heads, 0)).transpose(0, 1)
-            results = torch.cat([*made, empty]).contiguous()
+            results = torch.cat([*made, empty])
             order = torch.cat([torch.arange(low, high, device=q.device) for part in parts for low, high in part])
         counts = [sum(high - low for low, high in part) for part in parts]
         into.index_copy_(0, order, all_gather_rows(self.mesh, results, counts, what=_WHAT, fields=self.fields))
@@ -164,7 +163,7 @@ class _MeshCall:
         columns = [replace(ranges.spread, rank=r).local_pages(index, first // size, -(-length // size)) for r in range(self.mesh.size)]
         with raising_on_all_ranks(self.mesh):
             k, v, _ = pages.gather_local(ranges.rows[index], first, length, columns[self.mesh.rank])
-            packed = (k if pages.shared else torch.cat([k, v], -1)).transpose(0, 1).contiguous()  # [t, G, D + E]
+            packed = (k if pages.shared else torch.cat([k, v], -1)).transpose(0, 1)  # [t, G, D + E]
             tokens = [_tokens_of(cs, size, first, length) for cs in columns]
         gathered = all_gather_rows(self.mesh, packed, [len(t) for t in tokens], what=f"{_WHAT}, KV", fields=self.fields)
         with raising_on_all_ranks(self.mesh):  # before the all-gather of results

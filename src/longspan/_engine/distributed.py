@@ -39,7 +39,7 @@ def _forward_transposed(
     out, lse, row_max = _forward_steps(call, CallTensors(q=q, k=k, v=v, sink=sink), max_scores=max_scores)
     (out,) = transpose.scatter([out], what="Ulysses transpose of out")
     row_values = [lse[..., None]] if row_max is None else [lse[..., None], row_max[..., None]]
-    row_values = [r[..., 0].contiguous() for r in transpose.scatter(row_values, what="Ulysses transpose of lse")]
+    row_values = [r[..., 0] for r in transpose.scatter(row_values, what="Ulysses transpose of lse")]
     out = like_query(inputs.q, inputs.v.shape[3], inputs.q.dtype).copy_(out)
     return out, row_values[0], None if row_max is None else row_values[1]
 
@@ -87,7 +87,7 @@ def backward(call: ShardedCall, tensors: BackwardTensors) -> tuple[Grads, Tensor
 def _backward_transposed(call: ShardedCall, transpose: UlyssesTranspose, tensors: BackwardTensors) -> tuple[Grads, Tensor | None]:
     inputs, lse, grad_lse = tensors.inputs, tensors.lse, tensors.grad_lse
     q, out, grad_out, k, v = transpose.gather_all(
-        [inputs.q, tensors.out, tensors.grad_out.to(inputs.q.dtype)],
+        [inputs.q, tensors.out, tensors.grad_out],
         [inputs.k, inputs.v],
         what="Ulysses transpose of q, k, v, out and gradient",
     )

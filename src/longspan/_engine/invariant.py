@@ -66,8 +66,8 @@ def backward_over_mesh(plan: PlanData, tensors: BackwardTensors, options: CallOp
     k, v = _gathered(plan, 1, inputs.k, inputs.v)
     of_q = call.backward(kernel, replace(terms, inputs=AttentionInputs(q=inputs.q, k=k, v=v), side="q"), tiles.by_query)
     del k, v
-    q, grad_out = _gathered(plan, 0, inputs.q, tensors.grad_out.to(inputs.q.dtype))
-    lse, delta = (x[..., 0].contiguous() for x in _gathered(plan, 0, tensors.lse[..., None], terms.delta[..., None]))
+    q, grad_out = _gathered(plan, 0, inputs.q, tensors.grad_out)
+    lse, delta = (x[..., 0] for x in _gathered(plan, 0, tensors.lse[..., None], terms.delta[..., None]))
     all_terms = BackwardInputs(
         inputs=AttentionInputs(q=q, k=inputs.k, v=inputs.v), out=grad_out, lse=lse, grad_out=grad_out,
         needs=[False] * len(tensors.needs), delta=delta, side="kv",

@@ -72,10 +72,9 @@ def needed_blocks(indices: Tensor, blocks: int, kv_heads: int) -> Tensor:
 def exchange_requests(group: Group, grid: SelectionGrid, needed: Tensor) -> list[Tensor]:
     """The requests that this rank receives: for each rank r, bool [B, 1 or G, len(grid.serves[r])], on the host.
 
-    needed: `needed_blocks` of this rank. All ranks have agreed on its first two dims. Bits are sent packed into bytes.
+    needed: `needed_blocks` of this rank, on the host. All ranks have agreed on its first two dims. Bits are sent packed into bytes.
     """
     control, device = group.control()
-    needed = needed.cpu()
     dims = needed.shape[:2]
     packed = [_packed(needed[..., grid.block_of[tiles]]) for tiles in grid.requests]
     counts = [dims.numel() * len(tiles) for tiles in grid.serves]
@@ -90,7 +89,7 @@ def exchange_requests(group: Group, grid: SelectionGrid, needed: Tensor) -> list
 def _packed(bits: Tensor) -> Tensor:
     """Bits of any shape as bytes, eight per byte."""
     bits = bits.flatten()
-    padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -len(bits) % 8)).view(-1, 8)
+    padded = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(-1, 8)
     return (padded << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
 
 
@@ -99,8 +98,8 @@ def _unpacked(packed: Tensor, count: int) -> Tensor:
 
 
 def kv_moves(grid: SelectionGrid, needed: Tensor, requests: Sequence[Tensor], sizes: tuple[int, int]) -> KVMoves:
-    """The moves of one choice. needed: of this rank; requests: of the other ranks (`exchange_requests`); sizes: (B, G)."""
-    needed, unit = needed.cpu(), grid.unit
+    """The moves of one choice. needed: of this rank, on the host; requests: of the other ranks (`exchange_requests`); sizes: (B, G)."""
+    unit = grid.unit
     wanted = [needed[..., grid.block_of[tiles]] for tiles in grid.requests]
     received = torch.zeros(grid.tiles.kv.tiles, dtype=torch.bool)
     for tiles, bits in zip(grid.requests, wanted, strict=True):

@@ -95,7 +95,7 @@ class ShardChoice:
         """The choice of a checked selection."""
         grid, indices = _grid(plan, selection), selection.indices
         if grid.ascending is not None:
-            indices = indices[:, :, grid.ascending.to(indices.device)]
+            indices = indices[:, :, grid.ascending]
         form = PairForm(
             granularity=selection.granularity,
             q_granularity=selection.q_granularity,
@@ -145,7 +145,7 @@ def forward(inputs: CallTensors, options: CallOptions, plan: PlanData, selection
         local = choice.work(choice.grid.local_tiles, options, inputs.score_captured)
         kernel, _ = choose(options.spec.kernel, [KernelCall(AttentionInputs(q=q, k=k, v=v), local)])
         kernel.check(AttentionInputs(q=q, k=k, v=v), local)
-        needed = needed_blocks(choice.indices, choice.grid.blocks, k.shape[1])
+        needed = needed_blocks(choice.indices, choice.grid.blocks, k.shape[1]).cpu()
     agreement = Agreement(plan.mesh, _description(plan, options, inputs, selection, None))
     with agreement:
         agreement.wait()

@@ -27,5 +27,5 @@ def sink_gradient(sink: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | N
 
 def sink_terms(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """The sink's softmax probability times delta, for each row [B, H, Q]."""
-    probability = torch.where(lse == -torch.inf, 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))  # 0, not NaN, for a sink of −inf
+    probability = torch.where(lse == -torch.inf, 0.0, torch.exp(sink[:, None] - lse))  # 0, not NaN, for a sink of −inf
     return probability * delta

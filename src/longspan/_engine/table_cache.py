@@ -106,7 +106,7 @@ class _CachedTables:
             if snapshot.is_current(tensor):
                 continue
             if i not in host_copies:
-                host_copies[i] = tensor.detach().cpu()
+                host_copies[i] = tensor.cpu()
             if not snapshot.equals(host_copies[i]):
                 return False
         return True
@@ -177,7 +177,7 @@ class DeviceCopies:
         if cached is not None:
             snapshot, copy = cached
             is_copy_of_tensor = snapshot.tensor() is tensor and copy.device == device
-            if is_copy_of_tensor and (snapshot.is_current(tensor) or snapshot.equals(tensor.detach().cpu())):
+            if is_copy_of_tensor and (snapshot.is_current(tensor) or snapshot.equals(tensor.cpu())):
                 return copy
         copy = _copy(tensor, device)
         note_upload(copy)
@@ -195,7 +195,7 @@ def _version(tensor: Tensor) -> int | None:
 def _copy(tensor: Tensor, device: torch.device | str) -> Tensor:
     """A copy outside of inference mode, so that it can be used in training too."""
     with torch.inference_mode(False), torch.no_grad():
-        return tensor.detach().to(device, copy=True)
+        return tensor.to(device, copy=True)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
