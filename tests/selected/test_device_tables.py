@@ -321,11 +321,14 @@ def test_lookups_are_checked_at_chosen_pairs_only(granularity: int, tokens: int,
         attend(outside)
 
 
-@pytest.mark.parametrize(("tiles", "rows", "columns"), [(2, 2, 3), (9, 4, 5), (0, 0, 0)])
-def test_the_stand_in_of_a_choice_has_as_many_tiles_in_every_row_and_column(tiles: int, rows: int, columns: int) -> None:
-    """5 tiles of 64 queries and 4 of 128 keys, for 2 batch rows and 3 heads."""
-    table = stand_in((300, 500), (64, 128), 2, 3, tiles)
-    for made, count, each in ((table, 2 * 3 * 5, rows), (table.transposed, 2 * 3 * 4, columns)):
+@pytest.mark.parametrize(
+    ("tiles", "keys", "rows", "columns"), [(2, 500, 2, 3), (9, 500, 4, 5), (0, 500, 0, 0), (1, 500, 1, 2), (3, 100, 1, 5), (3, 0, 0, 0)]
+)
+def test_the_stand_in_of_a_choice_has_as_many_tiles_in_every_row_and_column(tiles: int, keys: int, rows: int, columns: int) -> None:
+    """5 tiles of 64 queries and up to 4 of 128 keys, for 2 batch rows and 3 heads."""
+    table = stand_in((300, keys), (64, 128), 2, 3, tiles)
+    for made, count, each in ((table, 2 * 3 * 5, rows), (table.transposed, 2 * 3 * -(-keys // 128), columns)):
         assert made.tiles_per_row.tolist() == [each] * count
         assert int(made.ptr[-1]) == len(made.first) == len(made.last) == len(made.kind) and made.rows == count
-    assert (table.block, table.transposed.block, table.transposed.q_len) == ((64, 128), (128, 64), 500)
+        assert made.ptr.dtype == made.first.dtype == made.last.dtype == torch.int32 and made.kind.dtype == torch.int8
+    assert (table.block, table.transposed.block, table.transposed.q_len) == ((64, 128), (128, 64), keys)

@@ -37,8 +37,8 @@ class ListedTables(SelectedTables):
         return self._list(self.kinds.mT, dummy=False)
 
     @property
-    def _grid(self) -> tuple[int, int, tuple[int, int, int]]:
-        return self.heads, 1, (1, 1, 1)
+    def _listed_heads(self) -> int:
+        return self.heads
 
     def _list(self, kinds: Tensor, *, dummy: bool) -> DeviceTable:
         """The table whose rows are rows of `kinds`."""

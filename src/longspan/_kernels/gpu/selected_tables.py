@@ -271,10 +271,14 @@ class SelectedTables:
         return self._columns._replace(order=self._key_order(self._columns.counts, shared if self.heads > 1 else 1))
 
     @property
+    def _listed_heads(self) -> int:
+        """Number of heads with lists of their own. The others share them."""
+        return self.heads if self.table.heads > 1 else min(self.selection.indices.shape[1], self.heads)
+
+    @property
     def _grid(self) -> tuple[int, int, tuple[int, int, int]]:
         """(heads with lists of their own, heads that share each, sizes of the choice by `_row_of`)."""
-        batch_rows, choices = self.selection.indices.shape[:2]
-        heads = self.heads if self.table.heads > 1 else min(choices, self.heads)
+        (batch_rows, choices), heads = self.selection.indices.shape[:2], self._listed_heads
         return heads, self.heads // heads, (batch_rows, choices, heads // min(choices, heads))
 
     def _empty(self, rows: int, room: int) -> tuple[dict[str, Tensor], DeviceTable]:
@@ -326,7 +330,7 @@ class SelectedTables:
     def _key_order(self, counts: Tensor, shared: int) -> Tensor:
         tiles, groups = self.table.kv_tiles, self.batch * self.heads // shared
         order = torch.empty(groups * tiles, dtype=torch.int32, device=counts.device)
-        summed = 1 if self._grid[1] % shared == 0 else shared
+        summed = 1 if self.heads // self._listed_heads % shared == 0 else shared
         launch_kernel(order_kernel, groups * -(-tiles // _RANKED), {"counts": counts, "order": order}, {
             "tiles": tiles, "groups": groups, "shared": shared, "summed": summed, "heavy": -(-tiles // _HEAVY_SHARE),
             "T": _RANKED, "J": min(_COMPARED, triton.next_power_of_2(tiles)),
