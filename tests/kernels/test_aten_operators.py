@@ -56,7 +56,7 @@ class Stubs:
         self.loaded: list[list[int]] = []
 
     def checked(self, *tensors: Tensor) -> None:
-        assert all(map(loadable, tensors))
+        assert all(map(loadable, tensors)) and len({t.dtype for t in tensors}) == 1
         self.loaded.append([t.data_ptr() for t in tensors])
 
     def _scaled_dot_product_flash_attention(
@@ -165,11 +165,27 @@ def test_operators_get_layouts_that_they_can_load(backend: Any, layout: str, cau
         assert lse.shape == (BATCH, HEADS, M) and lse.is_contiguous()
         torch.testing.assert_close((out, lse), (want_out, want_lse), rtol=0, atol=2e-3)
         want = grads_of(grad, q, k, v, want_out, want_lse, causal, SCALE)
-        got = op.backward(q, k, v, OutputTerms(grad.float(), want_out, want_lse), causal=causal, scale=SCALE)
+        got = op.backward(q, k, v, OutputTerms(grad, want_out, want_lse), causal=causal, scale=SCALE)
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x.double(), y.double(), rtol=0, atol=1e-2)
         if layout in TAKEN_AS_THEY_ARE and backend != "efficient":
             assert stubs.loaded[0] == [t.data_ptr() for t in (q, k, v)] and stubs.loaded[1][1:4] == stubs.loaded[0]
+
+
+@pytest.mark.parametrize(("backend", "place"), [("flash", 5), ("efficient", 6), ("cudnn", 5)])
+def test_operators_read_lse_as_a_dense_array(backend: Any, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its rows are some of a larger call, as many as the efficient operator reads without padding."""
+    read: list[Tensor] = []
+
+    def record(*args: Any, scale: float) -> Any:
+        read.append(args[place])
+        return (*args[1:4], None) if backend == "efficient" else args[1:4]
+
+    monkeypatch.setattr(aten_ops, "_aten", SimpleNamespace(**{f"_scaled_dot_product_{backend}_attention_backward": record}))
+    monkeypatch.setattr(aten_ops, "_cudnn_lse_rank", lambda device: 3)
+    q, lse = torch.randn(2, 3, 64, 16), torch.randn(2, 3, 100)[..., 20:84]
+    aten_ops._CUDA[backend].backward(q, q, q, OutputTerms(q, q, lse), causal=False, scale=SCALE)
+    assert read[0].is_contiguous() and torch.equal(read[0], lse)
 
 
 def test_keys_of_every_query_head_are_not_copied(stubs: Stubs) -> None:

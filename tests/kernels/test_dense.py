@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 import longspan as ls
+from longspan._kernels.dense import Scoring, dense_attention
+from longspan._masks.tracing import trace
 
 
 def test_a_sink_of_minus_infinity_and_an_empty_row_give_zeros_and_no_nan() -> None:
@@ -25,3 +27,10 @@ def test_a_sink_of_minus_infinity_and_an_empty_row_give_zeros_and_no_nan() -> No
     grads = torch.autograd.grad(out.square().sum() + lse[:, :, 6:].sum(), [q, k, v, sink])
     assert all(bool(g.isfinite().all()) for g in grads)
     assert float(grads[3][0]) == float(grads[3][2]) == 0.0 and float(grads[3][1]) != 0.0
+
+
+def test_positions_of_queries_are_moved_to_their_device() -> None:
+    q, k, v = (torch.empty(2, 3, n, d, device="meta") for n, d in ((5, 8), (11, 8), (11, 4)))
+    score = trace(lambda s, b, h, q, kv: s - (q - kv).abs(), "score").program
+    out, lse, _ = dense_attention(q, k, v, Scoring(scale=0.3, score=score), q_pos=torch.tensor([3, 9, 4, 0, 7]))
+    assert out.is_meta and out.shape == (2, 3, 5, 4) and lse.shape == (2, 3, 5)

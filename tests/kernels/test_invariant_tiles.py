@@ -163,8 +163,8 @@ def test_sums_by_halves() -> None:
     # (a + c) + (b + d), and e at last: 1e8 hides ones that are added to it.
     assert tree_sum(torch.tensor([1e8, 1.0, -1e8, 1.0, 1.0])).item() == 3.0
     assert tree_sum(torch.tensor([1e8, 1.0, 1.0, 1.0, -1e8])).item() != 3.0
-    out, grad, grad_lse = torch.tensor([[1.0, 2.0, 3.0]]).half(), torch.tensor([[4.0, 5.0, 6.0]]), torch.tensor([10.0])
-    assert row_delta(out, grad, None).tolist() == [32.0] and row_delta(out, grad, grad_lse.half()).tolist() == [22.0]
+    out, grad, grad_lse = torch.tensor([[1.0, 2.0, 3.0]]).half(), torch.tensor([[4.0, 5.0, 6.0]]).half(), torch.tensor([10.0])
+    assert row_delta(out, grad, None).tolist() == [32.0] and row_delta(out, grad, grad_lse).tolist() == [22.0]
 
 
 def test_products_and_their_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +190,16 @@ def test_products_and_their_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice((first, 16), (first, 48)) is first and sorted(asked) == [(torch.float64, 16), (torch.float64, 48)]
     assert choice((first, 16), (second, 16), (second, 48)) is second
     assert choice((first, 48), (second, 16)) is invariant_tiles._sum_of_outer_products
+
+
+def test_transposed_operands_are_multiplied_as_contiguous_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Tensor] = []
+    product = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, x: given.extend((a, x)) or product(a, x))
+    a, x = torch.randn(3, 32, 128), torch.randn(3, 40, 32)
+    for product_of in (invariant_tiles._bmm, invariant_tiles._bmm_of_wider):
+        product_of(a.mT, x.mT)
+    assert len(given) == 4 and all(t.is_contiguous() for t in given)
 
 
 def test_a_product_that_depends_on_places_is_not_invariant() -> None:

@@ -36,6 +36,7 @@ MASKS: dict[str, Any] = {
     "per_head": ls.mask_mod(lambda b, h, q, kv: (q - kv).abs() < 40 * (h + 1)),
     "blocks": ls.mask_mod(lambda b, h, q, kv: (q >= kv) | ((kv // 128 == 2) & (q // 128 == 0))),
 }
+MASKS["keys"] = ls.mask_mod(lambda b, h, q, kv: kv < 140)
 MASKS["two_squares"] = ls.mask_mod(lambda b, h, q, kv: (q >= kv) & ((q < 128) == (kv < 128)))
 BAD = [torch.inf, -torch.inf, torch.inf, 3e38]
 

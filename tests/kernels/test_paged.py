@@ -91,6 +91,11 @@ def test_ranges_of_a_step(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranges.device_ranges.tolist() == [ROWS, STARTS, LENGTHS, [0, 5, 8]] and ranges.device_ranges.dtype == torch.int32
     assert ranges.positions.tolist() == [9, 10, 11, 12, 13, 0, 1, 2, 17] and ranges.token_rows.tolist() == [2] * 5 + [0] * 3 + [3]
     assert ranges.local_tokens is None and ranges.spread is None
+    elsewhere, moved = query_ranges(STARTS, LENGTHS, ROWS, also, torch.device("meta"))
+    on_device = (elsewhere.device_ranges, elsewhere.positions, elsewhere.token_rows, *moved)
+    assert [(t.device.type, t.shape) for t in on_device] == [
+        ("meta", t.shape) for t in (ranges.device_ranges, ranges.positions, ranges.token_rows, *also)
+    ]
 
 
 def test_ranks_hold_each_new_token_once() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longspan._kernels.protocol import Work
 from longspan._kernels.rectangles import Rectangle, _all_full, _cover, rectangles
+from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import FULL, PARTIAL
 
 Mod = Callable[..., Tensor]
@@ -158,6 +159,12 @@ def test_positions_follow_the_tiles_and_are_kept() -> None:
     device = torch.device("cpu")
     want = torch.cat([torch.arange(40, 60), torch.arange(3, 8), torch.arange(90, 107)])
     assert torch.equal(tiling.positions(device), want) and tiling.positions(device) is tiling.positions(device)
+    assert tiling.positions(device).dtype == torch.int64 and tiling.positions(torch.device("meta")).is_meta
+    chosen = torch.tensor([True, False, False, True, False, True, False])
+    whole = Tiling(length=53, block=8)
+    for rows, selected in ((tiling.rows_of(chosen), tiling), (whole.rows_of(chosen), whole)):
+        spans = [selected.span(i) for i in chosen.nonzero()[:, 0].tolist()]
+        assert rows.dtype == torch.int64 and rows.tolist() == [row + i for row, count, _ in spans for i in range(count)]
 
 
 def test_adjacent_runs_of_a_table_without_a_mask_become_one_full_run() -> None:

@@ -23,6 +23,7 @@ def in_one_buffer(buffer: Tensor, parts: list[Tensor], rows: int = LOCAL_ROWS) -
 def test_row_lists_hold_the_returned_rows_of_each_local_row_in_order() -> None:
     ptr, index = row_lists([torch.tensor([3, 4, 5]), torch.tensor([9, 0, 4]), torch.tensor([4])], LOCAL_ROWS)
     assert [index[ptr[r] : ptr[r + 1]].tolist() for r in (4, 9, 0, 1)] == [[1, 5, 6], [3], [4], []]
+    assert ptr.dtype == index.dtype == torch.int32 and ptr.tolist() == [0, 1, 1, 1, 2, 5, 6, 6, 6, 6, 7, 7]
 
 
 def test_returned_rows_are_added_in_order() -> None:

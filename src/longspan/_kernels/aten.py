@@ -75,7 +75,7 @@ class AtenKernel(_ByRectangles):
             if result is None:
                 result = State(out=out if final else out.to(wide), lse=lse, max_scores=row_max)
             else:
-                merge_(result, part.q_slices, out.to(wide), lse, row_max)
+                merge_(result, part.q_slices, out, lse, row_max)
         assert result is not None
         if final:
             result.out = in_order_of(q, result.out.to(q.dtype))

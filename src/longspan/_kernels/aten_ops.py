@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longspan._kernels.isolation import OutputTerms
-from longspan._kernels.protocol import like_query, state_dtype
+from longspan._kernels.protocol import like_query
 from longspan._kernels.tile_math import contiguous_last_dim
 
 Backend = Literal["flash", "efficient", "cudnn"]
@@ -38,18 +38,18 @@ class Operator(Protocol):
 
 
 class _CpuFlash:
+    """Takes float32 or float64."""
+
     step, same_dims = 1, True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        wide = state_dtype(q.dtype)
-        tensors = (contiguous_last_dim(t.to(wide)) for t in (q, k, v))
+        tensors = map(contiguous_last_dim, (q, k, v))
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, causal, scale=scale)
         return out, lse
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, terms: OutputTerms, *, causal: bool, scale: float) -> QKVGrads:
-        wide = state_dtype(q.dtype)
-        tensors = (contiguous_last_dim(t.to(wide)) for t in (terms.grad_out, q, k, v, terms.out))
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, terms.lse.to(wide), 0.0, causal, scale=scale)
+        tensors = map(contiguous_last_dim, (terms.grad_out, q, k, v, terms.out))
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, terms.lse, 0.0, causal, scale=scale)
         return dq, dk, dv
 
 
@@ -64,7 +64,7 @@ class _Flash:
         return out, lse
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, terms: OutputTerms, *, causal: bool, scale: float) -> QKVGrads:
-        q, k, v, grad_out, out = map(_loadable, (q, k, v, terms.grad_out.to(q.dtype), terms.out))
+        q, k, v, grad_out, out = map(_loadable, (q, k, v, terms.grad_out, terms.out))
         # The kernel reads lse as a dense array, whatever its strides. Random states are for dropout: not read.
         seed, unused = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
         lengths = (None, None, q.shape[2], k.shape[2])
@@ -89,7 +89,7 @@ class _Efficient:
         groups = k.shape[1]
         q, k, v = _loadable(q), *(_loadable(_expanded(t, q)) for t in (k, v))
         # The kernel assumes out in [B, m, H, E] memory order.
-        out, grad_out = (_loadable(t.transpose(1, 2).contiguous()).transpose(1, 2) for t in (terms.out, terms.grad_out.to(q.dtype)))
+        out, grad_out = (_loadable(t.transpose(1, 2).contiguous()).transpose(1, 2) for t in (terms.out, terms.grad_out))
         lse = pad(terms.lse, (0, -terms.lse.shape[-1] % self._LSE), value=torch.inf).contiguous()
         seed, offset = q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64)
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
@@ -112,7 +112,7 @@ class _Cudnn:
         q, k, v = map(_loadable, (q, k, v))
         # torch caches compiled cuDNN plans by the strides of q, k and v only. out and its gradient must have the strides of torch's own
         # result for this q: a plan compiled for other strides would read them wrongly.
-        out, grad_out = (in_order_of(q, t.to(q.dtype)) for t in (terms.out, terms.grad_out))
+        out, grad_out = (in_order_of(q, t) for t in (terms.out, terms.grad_out))
         lse = terms.lse.contiguous()
         lse = lse if _cudnn_lse_rank(q.device) == 3 else lse[..., None]
         seed, offset = q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64)
@@ -142,8 +142,8 @@ def backward_through_lse(q: Tensor, k: Tensor, v: Tensor, terms: OutputTerms, *,
     assert terms.grad_lse is not None
     op = operator("efficient", q.device)
     dim, value_dim = q.shape[-1], v.shape[-1]
-    left, right = _columns(terms.grad_lse, state_dtype(q.dtype) if op is _CPU else q.dtype, op.step)
-    out, grad_out = torch.cat([terms.out.to(left.dtype), left], -1), torch.cat([terms.grad_out.to(left.dtype), right], -1)
+    left, right = _columns(terms.grad_lse, q.dtype, op.step)
+    out, grad_out = torch.cat([terms.out, left], -1), torch.cat([terms.grad_out, right], -1)
     if op.same_dims:
         q, k = pad(q, (0, op.step)), pad(k, (0, op.step))
     dq, dk, dv = op.backward(q, k, pad(v, (0, op.step)), OutputTerms(grad_out, out, terms.lse), causal=causal, scale=scale)
@@ -161,7 +161,7 @@ def _columns(grad_lse: Tensor, dtype: torch.dtype, count: int) -> tuple[Tensor, 
     rest = -grad_lse / unit
     for i in range(min(3, count)):
         left[..., i] = rest
-        rest = rest - left[..., i].to(rest.dtype)
+        rest = rest - left[..., i]
     return left, unit.to(dtype)[..., None].expand_as(left)
 
 

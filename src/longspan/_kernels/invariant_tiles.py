@@ -129,7 +129,7 @@ class InvariantTiles:
         if state is None:
             return torch.full(shape, -torch.inf, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device), acc
         top = _padded(state.lse[:, :, rows, None], dtype)
-        return top, (top != -torch.inf).to(dtype), acc
+        return top, torch.where(top == -torch.inf, 0.0, 1.0), acc
 
     def _kv_tile(self, x: Tensor, tile: int) -> Tensor:
         """A padded tile of k or v [N, T, W], repeated for each query head. Cached for the call."""
@@ -231,9 +231,8 @@ class InvariantTiles:
 
 def row_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
     """`Kernel.delta` with a fixed order of summation, whatever the strides."""
-    wide = state_dtype(out.dtype)
-    delta = tree_sum(out.to(wide) * grad_out.to(wide))[..., 0]
-    return delta if grad_lse is None else delta - grad_lse.to(wide)
+    delta = tree_sum(out * grad_out.to(state_dtype(out.dtype)))[..., 0]
+    return delta if grad_lse is None else delta - grad_lse
 
 
 def tree_sum(x: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def isolated_forward(tiles: PlainTiles, rect: Rectangle, operator: ForwardOperat
     if tiles.bounded(*whole) or within(tiles.limit, *tests):
         return operator(q, k, v)
     none = torch.zeros((), dtype=torch.bool, device=q.device)
-    bad_q, bad_k = (beyond(tiles.limit, q), beyond(tiles.limit, k)) if rect.kind == "masked" else (none.expand(q.shape[:3]), none)
+    bad_q, bad_k = (beyond(tiles.limit, q), beyond(tiles.limit, k)) if rect.kind == "masked" else (none, none)
     bad_kv = bad_k | beyond(tiles.limit, v)
     out, lse = operator(*(_zeroed(t, bad) for t, bad in ((q, bad_q), (k, bad_k), (v, bad_kv))))
     affected = bad_q | _rows_that_see(tiles, rect, bad_kv)
@@ -54,7 +54,7 @@ def isolated_forward(tiles: PlainTiles, rect: Rectangle, operator: ForwardOperat
     # Written in place: the merge with other rectangles rounds differently for other strides.
     if rect.kind == "masked":
         lse.copy_(torch.where(bad_q | _rows_that_see(tiles, rect, bad_k), plain.lse, lse))
-    return out.copy_(torch.where(affected[..., None], plain.out.to(out.dtype), out)), lse
+    return out.copy_(torch.where(affected[..., None], plain.out, out)), lse
 
 
 def isolated_backward(
@@ -62,7 +62,7 @@ def isolated_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v of a rectangle by an operator on (q, k, v, terms). `terms`, `delta`: of the whole call."""
     at, keys = tiles.q_slices(rect), tiles.kv_slices(rect)
-    grad_lse = None if terms.grad_lse is None else terms.grad_lse[at].to(terms.lse.dtype)
+    grad_lse = None if terms.grad_lse is None else terms.grad_lse[at]
     q, k, v, grad_out, out, lse = _computed(tiles.q[at], tiles.k[keys], tiles.v[keys], terms.grad_out[at], terms.out[at], terms.lse[at])
     if delta is None and grad_lse is not None:
         delta = plain_delta(terms.out, terms.grad_out, terms.grad_lse)
@@ -85,7 +85,7 @@ def isolated_backward(
     for part in tiles.parts(rect):
         tiles.add_grads_(plain, part, terms.lse, delta, terms.grad_out)
     pairs = ((affected_q, plain.q[at], clean_dq), (affected_kv, plain.k[keys], clean_dk), (affected_kv, plain.v[keys], clean_dv))
-    dq, dk, dv = (torch.where(affected[..., None], exact.to(clean.dtype), clean) for affected, exact, clean in pairs)
+    dq, dk, dv = (torch.where(affected[..., None], exact, clean) for affected, exact, clean in pairs)
     return dq, dk, dv
 
 

@@ -154,7 +154,7 @@ class PagedKV:
         rows, positions = ranges.token_rows, ranges.positions
         if ranges.local_tokens is not None:
             rows, positions, k, v = (x[ranges.local_tokens] for x in (rows, positions, k, v))
-        page = self.table[rows, positions // self.page_size].long()
+        page = self.table[rows, positions // self.page_size]
         offset = positions % self.page_size
         self.k[page, :, offset] = k
         if not self.shared:
@@ -163,7 +163,7 @@ class PagedKV:
     def gather(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """(k [G, stop − start, D], v [G, stop − start, E]) of the tokens start … stop − 1 of the sequence in a row of the table."""
         size = self.page_size
-        pages, skip = self.table[row, start // size : -(-stop // size)].long(), start % size
+        pages, skip = self.table[row, start // size : -(-stop // size)], start % size
         k, v = (x.transpose(0, 1).index_select(1, pages).flatten(1, 2)[:, skip : skip + stop - start] for x in (self.k, self.v))
         return k, v
 
@@ -174,7 +174,7 @@ class PagedKV:
         positions = (column[:, None] * size + torch.arange(size, device=device)).flatten()
         last = columns[-1] * size + size if columns else 0
         used = slice(max(0, start - columns.start * size), len(columns) * size - max(0, last - stop))
-        pages = self.table[row, column].long()
+        pages = self.table[row, column]
         k, v = (x.transpose(0, 1).index_select(1, pages).flatten(1, 2)[:, used] for x in (self.k, self.v))
         return k, v, positions[used]
 

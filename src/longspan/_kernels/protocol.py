@@ -127,7 +127,7 @@ class BackwardInputs:
     Attributes:
         inputs: q, k, v of the forward pass.
         out, lse: Its final results over the tiles of all steps.
-        grad_out, grad_lse: Their gradients; grad_lse is None where lse was not used.
+        grad_out, grad_lse: Their gradients, of their dtypes; grad_lse is None where lse was not used.
         needs: Whether each of `Work.score_captured` needs a gradient.
         delta: `Kernel.delta` of these tensors, if it was computed before; grad_lse is part of it and must not be subtracted again.
         norm: `ComputesNorm.norm` of lse, if it was computed before.
@@ -376,9 +376,8 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def plain_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
     """`Kernel.delta` in torch operations."""
-    wide = state_dtype(out.dtype)
-    delta = (out.to(wide) * grad_out.to(wide)).sum(-1)
-    return delta if grad_lse is None else delta - grad_lse.to(wide)
+    delta = (out * grad_out.to(state_dtype(out.dtype))).sum(-1)
+    return delta if grad_lse is None else delta - grad_lse
 
 
 def like_query(q: Tensor, last: int, dtype: torch.dtype) -> Tensor:

@@ -28,7 +28,7 @@ def running_state(
     row_max = None
     if max_scores:
         row_max = torch.full_like(state.lse, -torch.inf) if state.max_scores is None else state.max_scores
-    return State(out=state.out.to(dtype), lse=state.lse, max_scores=row_max)
+    return State(out=state.out, lse=state.lse, max_scores=row_max)
 
 
 def merge_weight(lse: Tensor, total: Tensor) -> Tensor:

@@ -48,14 +48,14 @@ class Tiling:
         if self.row is None or self.count is None:
             row = torch.nonzero(selected).flatten() * self.block
             return expand_ranges(row, (self.length - row).clamp(max=self.block))
-        return expand_ranges(self.row[selected].long(), self.count[selected].long())
+        return expand_ranges(self.row[selected], self.count[selected])
 
     def positions(self, device: torch.device) -> Tensor:
         """Global position of each row [length], int64, 0 for rows in no tile. Cached per device; callers must not modify it."""
         if self.row is None or self.pos is None or self.count is None:
             return torch.arange(self.length, device=device)
         arrays, length = (self.row, self.pos, self.count), self.length
-        return _positions.get(self, device, lambda: _row_positions(*(t.cpu().long() for t in arrays), length=length).to(device))
+        return _positions.get(self, device, lambda: _row_positions(*arrays, length=length).to(device))
 
 
 _positions: DerivedCache[Tiling, Tensor] = DerivedCache(16)

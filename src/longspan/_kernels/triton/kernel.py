@@ -131,7 +131,7 @@ class TritonKernel:
         # dQ's kernel writes the norm; without that pass it is made here, with the same bits.
         norm = torch.empty_like(lse) if tensors.side != "kv" else torch.where(lse == -torch.inf, torch.inf, lse * LOG2_E.value)
         if delta is None and not accumulates and launch.facts(work.q_tiles).covers:
-            grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
+            grad_lse = None if grad_lse is None else grad_lse.contiguous()
             return RowTerms(lse=lse, norm=norm, delta=torch.empty_like(lse), out=computable(tensors.out), grad_lse=grad_lse)
         delta = self.delta(tensors.out, grad_out, grad_lse) if delta is None else delta
         return RowTerms(lse=lse, norm=norm, delta=delta.contiguous())
