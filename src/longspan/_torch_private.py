@@ -81,7 +81,7 @@ from torch.fx import GraphModule, graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -129,7 +129,6 @@ __all__ = [
     "tree_flatten",
     "tree_leaves",
     "tree_map",
-    "tree_unflatten",
     "without_source",
 ]
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor.experimental._context_parallel import _load_balancer as theirs
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import longspan.torch_compat as tc
@@ -60,6 +61,18 @@ def test_the_default_is_head_tail_if_enabled_and_two_chunks_per_rank_are_equal(m
     assert _create_default_load_balancer(9, 3, "cpu") is None
     monkeypatch.setattr(tc._cp_options, "enable_load_balance", False)
     assert _create_default_load_balancer(12, 3, "cpu") is None
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(8, 2), (20, 2), (28, 2), (36, 3), (40, 4)])
+def test_head_tail_indices_equal_torchs(length: int, ranks: int) -> None:
+    ours, torchs = (library._HeadTailLoadBalancer(length, ranks, "cpu") for library in (tc, theirs))
+    for restore in (False, True):
+        assert torch.equal(ours._generate_indices(restore), torchs._generate_indices(restore))
+
+
+def test_head_tail_of_other_lengths_has_every_token_once() -> None:
+    parts = positions(tc._HeadTailLoadBalancer(25, 3, "cpu"), 25, 3)
+    assert sorted(chain(*parts)) == list(range(25)) and sorted(map(len, parts)) == [8, 8, 9]
 
 
 def test_documents_that_do_not_divide_are_shared_by_all_ranks() -> None:
@@ -131,6 +144,32 @@ def test_the_last_rank_has_the_short_last_block(length: int, ranks: int, shares:
     mask = create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < window), None, None, length, length, device="cpu", BLOCK_SIZE=4)
     parts = positions(tc._PTRRLoadBalancer(mask, ranks), length, ranks)
     assert [len(part) for part in parts] == shares and parts[-1][-1] == length - 1
+
+
+def test_batch_rows_deal_blocks_by_their_own_work() -> None:
+    parts = positions(tc._PTRRLoadBalancer(by_blocks(22, batch=2), 3), 22, 3)
+    assert all(sorted(chain(*(part[row] for part in parts))) == list(range(22)) for row in range(2))
+    alone = [positions(Rows(by_blocks(22, batch=2), row), 22, 3) for row in range(2)]
+    assert [[part[row] for part in parts] for row in range(2)] == alone and alone[0] != alone[1]
+
+
+class Rows(tc._PTRRLoadBalancer):
+    """Round robin by the work of one batch row."""
+
+    def __init__(self, block_mask: BlockMask, row: int) -> None:
+        mask_mod = block_mask.mask_mod
+        length = block_mask.seq_lengths[0]
+        alone = create_block_mask(lambda b, h, q, kv: mask_mod(b + row, h, q, kv), 1, None, length, length, device="cpu", BLOCK_SIZE=4)
+        super().__init__(alone, 3)
+
+
+def test_the_queries_are_dealt_where_kv_are_shorter() -> None:
+    mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 24, 12, device="cpu", BLOCK_SIZE=4)
+    assert positions(tc._PTRRLoadBalancer(mask, 3), 24, 3) == [
+        [0, 1, 2, 3, 8, 9, 10, 11],
+        [4, 5, 6, 7, 12, 13, 14, 15],
+        [16, 17, 18, 19, 20, 21, 22, 23],
+    ]
 
 
 def test_blocks_of_one_size_are_dealt_by_work_alone() -> None:

@@ -7,18 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.other_device import OTHER, OtherDevice
+from tests.torch_compat.fake_group import RANK, RANKS, fake_mesh
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import create_block_mask
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longspan.torch_compat import _attention as tc
 from longspan.torch_compat import _dispatcher
 from longspan.torch_compat._load_balancer import layout_of
 
-RANKS, RANK, LENGTH = 3, 1, 18
+LENGTH = 18
 
 
 @pytest.fixture(autouse=True)
@@ -32,11 +31,8 @@ def other_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=RANKS)
-    try:
-        yield init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
-    finally:
-        dist.destroy_process_group()
+    with fake_mesh() as mesh:
+        yield mesh
 
 
 class Given(tc._LoadBalancer):

@@ -56,10 +56,13 @@ def test_parameters_and_their_defaults_are_torchs(module: str) -> None:
     names = defined_names(Path(upstream.__file__).parent / f"{module}.py")
     libraries = [importlib.import_module(f"{package}.{module}") for package in (upstream.__name__, "longspan.torch_compat")]
     for name in names:
-        functions = [getattr(library, name) for library in libraries]
-        if all(map(inspect.isfunction, functions)):
-            theirs, ours = ([(p.name, p.default) for p in inspect.signature(fn).parameters.values()] for fn in functions)
-            assert ours == theirs, name
+        pairs = [[getattr(library, name) for library in libraries]]
+        if all(map(inspect.isclass, pairs[0])):
+            pairs = [[getattr(kind, method, None) for kind in pairs[0]] for method in vars(pairs[0][0])]
+        for functions in pairs:
+            if all(map(inspect.isfunction, functions)):
+                theirs, ours = ([(p.name, repr(p.default)) for p in inspect.signature(fn).parameters.values()] for fn in functions)
+                assert ours == theirs, functions[1].__qualname__
 
 
 def test_out_and_lse_are_sharded_and_three_gradients() -> None:

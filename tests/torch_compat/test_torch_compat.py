@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from tests.dropin.helpers import BATCH, assert_close, qkv, random
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -23,7 +22,7 @@ import longspan.torch_compat as tc
 from longspan.testing import run_processes, virtual_world
 from longspan.torch_compat import _cp_custom_ops, _dispatcher
 from longspan.torch_compat._attention import _ForwardHooks
-from longspan.torch_compat._dispatcher import DispatcherCache, _sequence_mesh, default_layout
+from longspan.torch_compat._dispatcher import DispatcherCache, default_layout
 from longspan.torch_compat._load_balancer import _LoadBalancer, layout_of
 
 LENGTH = 64
@@ -145,21 +144,6 @@ def test_calls_that_torch_computes_wrongly_or_rejects_equal_one_device() -> None
                 assert_close([outputs["not causal", length, balanced]], [F.scaled_dot_product_attention(*qkv(length))])
         uneven = F.scaled_dot_product_attention(*qkv(45), is_causal=True)
         assert_close([outputs["no buffers"], *(outputs["uneven", n] for n in ("none", "head tail", "round robin"))], [uneven] * 4)
-
-
-def _axes_of_one_and_two_ranks() -> list[str | None]:
-    """The axis of the mesh that `_sequence_mesh` gives for sequences sharded over each axis of [1, 2] ranks."""
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "two"))
-    axes = []
-    for placements in ([Shard(2), Replicate()], [Replicate(), Shard(2)], [Replicate(), Shard(1)], [Shard(2), Shard(2)]):
-        sharded = _sequence_mesh(distribute_tensor(torch.zeros(2, 4, 6, 3), mesh, placements))
-        axes.append(None if sharded is None else sharded.axes[0].name)
-    return axes
-
-
-@pytest.mark.processes
-def test_a_sequence_on_an_axis_of_one_rank_is_not_sharded() -> None:
-    assert run_processes(_axes_of_one_and_two_ranks, 2) == [[None, "two", None, "two"]] * 2
 
 
 def test_balancers_give_torchs_indices_and_their_inverse() -> None:

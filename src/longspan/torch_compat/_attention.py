@@ -27,7 +27,7 @@ from longspan._dropin.intercept import AttentionMode, intercepting
 from longspan._masks.constructors import mask_mod as as_mask_value
 from longspan._plan.layout import Layout
 from longspan._plan.sharding import shard, unshard
-from longspan._torch_private import tree_flatten, tree_unflatten
+from longspan._torch_private import tree_flatten
 from longspan.torch_compat import _dispatcher
 from longspan.torch_compat._block_mask import ShardedBlockMask
 from longspan.torch_compat._cp_custom_ops import flex_cp_allgather
@@ -247,7 +247,7 @@ def _context_parallel_shard(
     dims, _ = tree_flatten(seq_dims)
     if len(buffers) != len(seq_dims) or len(flat) != len(dims):
         raise ValueError(f"`seq_dims` must have the same structure as `buffers`: expected {len(flat)} dims, got {len(dims)}")
-    return tree_unflatten(_context_parallel_buffers(mesh, flat, dims, load_balancer), spec)
+    return spec.unflatten(_context_parallel_buffers(mesh, flat, dims, load_balancer))
 
 
 def _context_parallel_buffers(
@@ -290,7 +290,7 @@ def _shard_tensor(mesh: DeviceMesh, x: Tensor, dim: int, balancer: _LoadBalancer
     elif batch_rows == 1:
         permuted = x.index_select(dim, order[0])
     else:
-        permuted = torch.stack([part.index_select(dim - 1, row) for part, row in zip(x.unbind(0), order, strict=True)])
+        permuted = torch.stack([part.index_select(dim - 1, row) for part, row in zip(x.unbind(0), order)])
     return distribute_tensor(permuted, mesh, [Shard(dim)], src_data_rank=None).to_local(), layout
 
 
@@ -328,10 +328,10 @@ def context_parallel_unshard(
     if len(buffers) != len(seq_dims):
         raise ValueError(f"`seq_dims` must have the same number of elements as `buffers`: expected {len(buffers)}, got {len(seq_dims)}")
     cp_mesh = context_mesh(mesh)
-    local_lengths = torch.tensor([[b.shape[d] for b, d in zip(buffers, seq_dims, strict=True)]], device=buffers[0].device)
+    local_lengths = torch.tensor([[b.shape[d] for b, d in zip(buffers, seq_dims)]], device=buffers[0].device)
     counts = all_gather_rows(cp_mesh, local_lengths, [1] * cp_mesh.size, what="agreement of all ranks, tokens held").T.tolist()
     whole = []
-    for buffer, dim, held in zip(buffers, seq_dims, counts, strict=True):
+    for buffer, dim, held in zip(buffers, seq_dims, counts):
         balancer = load_balancer or _create_default_load_balancer(sum(held), cp_mesh.size, buffer.device)
         layout = layout_of(balancer, sum(held), cp_mesh.size)
         expected = [layout.local_len(r) for r in range(cp_mesh.size)]
@@ -383,7 +383,7 @@ class _ContextParallel(ParallelStyle):
             if not isinstance(x, Tensor):
                 return x
             if not isinstance(x, DTensor):
-                return DTensor.from_local(x, mesh, [Shard(self.seq_dim)], run_check=False)
+                return DTensor.from_local(x, mesh, [Shard(self.seq_dim)])
             if tuple(x.placements) != (Shard(self.seq_dim),):
                 raise ValueError(f"expected a DTensor placed (Shard({self.seq_dim}),), got {x.placements}; redistribute it")
             return x

@@ -45,8 +45,7 @@ def _sdpa_handler(op_call: OpOverload, args: tuple[object, ...], kwargs: dict[st
     mesh, placements = first.device_mesh, first.placements
     results = form(mesh, *map(_local, args), **{name: _local(x) for name, x in kwargs.items()})
     return tuple(
-        DTensor.from_local(x, mesh, placements, run_check=False) if i < sharded_results and isinstance(x, Tensor) else x
-        for i, x in enumerate(results)
+        DTensor.from_local(x, mesh, placements) if i < sharded_results and isinstance(x, Tensor) else x for i, x in enumerate(results)
     )
 
 

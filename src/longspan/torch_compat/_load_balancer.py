@@ -162,5 +162,5 @@ def _row(indices: Tensor, counts: Sequence[int]) -> tuple[Segments, ...]:
     for part in indices.split(list(counts)):
         begins = torch.cat([torch.ones(min(1, len(part)), dtype=torch.bool), part.diff() != 1]).nonzero()[:, 0]
         ends = torch.cat([begins[1:], torch.tensor([len(part)])]) if len(begins) else begins
-        rows.append(tuple(zip(part[begins].tolist(), (ends - begins).tolist(), strict=True)))
+        rows.append(tuple(zip(part[begins].tolist(), (ends - begins).tolist())))
     return tuple(rows)

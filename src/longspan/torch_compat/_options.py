@@ -54,5 +54,4 @@ def _is_causal_behavior(rank: int, world_size: int, i: int, is_causal: bool) -> 
         return _CausalBehavior.NOT_IS_CAUSAL
     if i == 0:
         return _CausalBehavior.IS_CAUSAL
-    earlier = (rank - i) % world_size < rank
-    return _CausalBehavior.NOT_IS_CAUSAL if earlier or _cp_options.enable_load_balance else _CausalBehavior.SKIP
+    return _CausalBehavior.NOT_IS_CAUSAL if i <= rank or _cp_options.enable_load_balance else _CausalBehavior.SKIP

@@ -50,8 +50,7 @@ class _SDPAMerger:
 
     def __init__(self, convert_to_f32: bool, seq_dim: int) -> None:
         self._convert_to_f32, self._seq_dim = convert_to_f32, seq_dim
-        self._out: Tensor | None = None
-        self._lse: Tensor | None = None
+        self._total: tuple[Tensor, Tensor] | None = None
         self._dtypes = (torch.float32, torch.float32)
         self._squeeze = False
 
@@ -62,26 +61,29 @@ class _SDPAMerger:
             out, lse = out.float(), lse.float()
         if lse.ndim < out.ndim:  # cuDNN's has a last dim of 1
             lse, self._squeeze = lse.unsqueeze(-1), True
-        if self._out is None or self._lse is None:
-            self._out, self._lse = out, lse
+        if self._total is None:
+            self._total = out, lse
         elif partial:
-            merged = _merged(self._out.chunk(CHUNKS, self._seq_dim)[1], self._lse.chunk(CHUNKS, self._seq_dim)[1], out, lse)
-            self._out = _partial_update(self._out, merged[0], self._seq_dim, CHUNKS, 1, add=False)
-            self._lse = _partial_update(self._lse, merged[1], self._seq_dim, CHUNKS, 1, add=False)
+            out_half, lse_half = (x.chunk(CHUNKS, dim=self._seq_dim)[1] for x in self._total)
+            out, lse = (
+                _partial_update(x, half, self._seq_dim, CHUNKS, 1, add=False)
+                for x, half in zip(self._total, _merged(out_half, lse_half, out, lse))
+            )
+            self._total = out, lse
         else:
-            self._out, self._lse = _merged(self._out, self._lse, out, lse)
+            self._total = _merged(*self._total, out, lse)
 
     def results(self) -> tuple[Tensor, Tensor]:
         """(out, lse) in the dtypes of the last partial result."""
-        if self._out is None or self._lse is None:
+        if self._total is None:
             raise AssertionError("results: expected at least one step before, got none")
-        lse = self._lse.squeeze(-1) if self._squeeze else self._lse
-        return self._out.to(self._dtypes[0]), lse.to(self._dtypes[1])
+        out, lse = self._total
+        return out.to(self._dtypes[0]), (lse.squeeze(-1) if self._squeeze else lse).to(self._dtypes[1])
 
 
 def _merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     total = torch.logaddexp(lse, other_lse)
-    shift = total.masked_fill(total == -torch.inf, 0.0)  # exp(−inf − 0) is 0, exp(−inf + inf) would be NaN
+    shift = total.clamp(min=torch.finfo(total.dtype).min)  # exp(−inf − finite) is 0, exp(−inf + inf) would be NaN
     return out * (lse - shift).exp() + other_out * (other_lse - shift).exp(), total
 
 
@@ -103,21 +105,21 @@ class _AllToAllRotater(_RingRotater):
 
     def __init__(self, pg: dist.ProcessGroup, seq_dim: int) -> None:
         self._group = as_mesh(pg).group(0)
-        self._received: Tensor | None = None
-        self._pending: Pending | None = None
+        self._exchange: tuple[Tensor, Pending] | None = None
 
     def exchange_buffers(self, curr_buffer: Tensor) -> None:
         group, sent = self._group, curr_buffer.contiguous()
         to_next, from_previous = [0] * group.size, [0] * group.size
         to_next[(group.rank + 1) % group.size] = from_previous[(group.rank - 1) % group.size] = len(sent)
-        self._received = torch.empty_like(sent)
-        self._pending = group.all_to_all(self._received, sent, from_previous, to_next, what="rotation of a buffer")
+        received = torch.empty_like(sent)
+        self._exchange = received, group.all_to_all(received, sent, from_previous, to_next, what="rotation of a buffer")
 
     def next_buffer(self) -> Tensor:
-        if self._received is None or self._pending is None:
+        if self._exchange is None:
             raise AssertionError("next_buffer: expected exchange_buffers before, got none")
-        self._pending.wait()
-        return self._received
+        received, pending = self._exchange
+        pending.wait()
+        return received
 
 
 class _AllGatherRotater(_RingRotater):
@@ -160,16 +162,16 @@ class _Block(NamedTuple):
     half_kv: bool
 
     def queries(self, x: Tensor) -> Tensor:
-        return x.chunk(CHUNKS, 2)[1].contiguous() if self.half_queries else x
+        return x.chunk(CHUNKS, dim=2)[1].contiguous() if self.half_queries else x
 
     def kv(self, x: Tensor) -> Tensor:
-        return x.chunk(CHUNKS, 2)[0] if self.half_kv else x
+        return x.chunk(CHUNKS, dim=2)[0] if self.half_kv else x
 
     def add_queries(self, total: Tensor, new: Tensor) -> Tensor:
-        return _partial_update(total, new.to(total.dtype), 2, CHUNKS, 1, add=True) if self.half_queries else total + new
+        return _partial_update(total, new, 2, CHUNKS, 1, add=True) if self.half_queries else total + new
 
     def add_kv(self, total: Tensor, new: Tensor) -> Tensor:
-        return _partial_update(total, new.to(total.dtype), 2, CHUNKS, 0, add=True) if self.half_kv else total + new
+        return _partial_update(total, new, 2, CHUNKS, 0, add=True) if self.half_kv else total + new
 
 
 def _block(rank: int, size: int, step: int, is_causal: bool) -> _Block:
@@ -178,9 +180,9 @@ def _block(rank: int, size: int, step: int, is_causal: bool) -> _Block:
     return _Block(behavior, half_queries=balanced and step > rank, half_kv=balanced and step <= rank)
 
 
-def _rotated(group: dist.ProcessGroup, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _rotated(group: dist.ProcessGroup, seq_dim: int, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """The KV of this rank, rank − 1, rank − 2, …; the next transfer is in flight while a block is computed."""
-    rotater, size = _create_rotater(group, 2), dist.get_world_size(group)
+    rotater, size = _create_rotater(group, seq_dim), dist.get_world_size(group)
     for step in range(size):
         if step:
             key, value = _split(rotater.next_buffer(), key, value)
@@ -219,7 +221,7 @@ def _templated_ring_attention(
         raise AssertionError(f"group: expected a ProcessGroup, got {type(group).__name__}")
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     merger, rest = _SDPAMerger(_cp_options.convert_to_f32, seq_dim), ()
-    for step, (k, v) in enumerate(_rotated(group, key, value)):
+    for step, (k, v) in enumerate(_rotated(group, seq_dim, key, value)):
         block = _block(rank, size, step, is_causal)
         if block.behavior is _CausalBehavior.SKIP:
             continue
@@ -250,8 +252,8 @@ def _templated_ring_attention_backward(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     dtype = torch.float32 if _cp_options.convert_to_f32 else query.dtype
     grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (query, key, value))
-    rotater, rest = _create_rotater(group, 2, _RotateMethod.ALL_TO_ALL), ()
-    for step, (k, v) in enumerate(_rotated(group, key, value)):
+    rotater, rest = _create_rotater(group, seq_dim, _RotateMethod.ALL_TO_ALL), ()
+    for step, (k, v) in enumerate(_rotated(group, seq_dim, key, value)):
         block = _block(rank, size, step, is_causal)
         if step:
             grad_k, grad_v = _split(rotater.next_buffer(), grad_k, grad_v)

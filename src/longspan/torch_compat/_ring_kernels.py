@@ -74,7 +74,7 @@ def _backward(
     lse = lse.reshape(*lse.shape[:2], -1)[..., : q.shape[2]].contiguous()
     inputs = CallTensors(q=q, k=k, v=v)
     tensors = BackwardTensors(inputs=inputs, out=out, lse=lse, grad_out=grad_out, grad_lse=None, needs=())
-    options = CallOptions(spec=ops.specs.of(None, None, "auto", lse=True, invariant=False), scale=scale or 1 / math.sqrt(q.shape[3]))
+    options = CallOptions(spec=ops.specs.of(None, None, "auto"), scale=scale or 1 / math.sqrt(q.shape[3]))
     grad_q, grad_k, grad_v = ops.run_backward(tensors, options, _plan_of(mesh, q, k, is_causal, dropout_p).data)
     return grad_q, grad_k, grad_v
 

@@ -46,7 +46,7 @@ def _op_strategy_context(op_overload: Any, strategy_func: Callable[..., Any], sc
     try:
         yield before[0], before[1]
     finally:
-        for table, original in zip(tables, before, strict=True):
+        for table, original in zip(tables, before):
             table.pop(op_overload, None)
             if original is not None:
                 table[op_overload] = original
