@@ -197,7 +197,7 @@ def test_sampled_ranks_include_the_ends_and_slow_ranks() -> None:
     work = torch.arange(100.0, dtype=torch.float64)
     assert _sampled(work[:16], None, 1).tolist() == list(range(16))
     usual = _sampled(work, None, 2)
-    slow = _sampled(work, Conditions(stragglers={13: 2.0, 9999: 3.0}, slow_links={90: 2.0}), 2)
+    slow = _sampled(work, Conditions(stragglers={13: 2.0, 200: 1.5, 9999: 3.0}, slow_links={90: 2.0}), 2)
     assert len(usual) == 14 and {0, 99} <= set(usual.tolist()) and set(slow.tolist()) == {*usual.tolist(), 6, 45}
 
 

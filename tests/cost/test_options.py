@@ -106,6 +106,8 @@ def test_balanced_options_come_first_and_near_ties_go_to_the_first_proposed() ->
     assert names(auto._ordered(of_seconds(1.02, 1.0, 1.005, 0.999), None)) == "bdca"
     mixed = [replace(o, imbalance=i) for o, i in zip(of_seconds(1.0, 3.0, 0.5, 2.0), (1.06, 1.05, 1.2, 1.0), strict=True)]
     assert names(auto._ordered(mixed, None)) == "dbca"
+    at_the_limit = [replace(o, imbalance=i) for o, i in zip(of_seconds(3.0, 1.0), (1.05, 1.08), strict=True)]
+    assert names(auto._ordered(at_the_limit, None)) == "ab" == names(auto._ordered(of_seconds(1.01, 1.0), None))
     # Where none is balanced, those within 5 % of the least imbalance come first.
     none = [replace(o, imbalance=i) for o, i in zip(of_seconds(3.0, 2.0, 1.0), (1.2, 1.25, 1.3), strict=True)]
     assert names(auto._ordered(none, None)) == "bac"
@@ -119,6 +121,9 @@ def test_options_are_timed_until_no_estimate_is_near_the_best_exact_time() -> No
     assert [o.seconds for o in got] == pytest.approx([1.8, 2.0, 1.1 * ratio, 1.2 * ratio]) and [o.exact for o in got] == [True] * 2 + [
         False
     ] * 2
+    time, called = exactly({"a": 1.0, "b": 1.10, "c": 1.11})
+    auto._ordered(of_seconds(1.0, 1.10, 1.11), time, 4)
+    assert called == ["a", "b"]  # b is exactly at the limit
     time, called = exactly(dict.fromkeys("abcd", 1.0))
     assert names(auto._ordered(of_seconds(1.0, 1.01, 1.02, 1.03), time, 2)) == "abcd" and called == ["a", "b"]
 
@@ -129,6 +134,8 @@ def test_a_layout_that_proves_not_balanced_is_discarded_with_its_other_options()
     time, called = exactly(dict.fromkeys("abcd", 1.0), {"a": 1.5})
     got = auto._ordered(options, time, 2)
     assert called == ["a", "c"] and names(got)[0] == "c" and names(got)[-1] == "a"
+    time, called = exactly({"a": 1.0, "b": 1.2, "c": 1.3}, {"a": 1.05})
+    assert names(auto._ordered(of_seconds(1.0, 1.0, 1.2), time, 4)) == "abc" and called == ["a", "b"]  # a counts as balanced
     time, called = exactly(dict.fromkeys("ab", 1.0), dict.fromkeys("ab", 1.5))
     assert names(auto._ordered(of_seconds(1.0, 1.1), time, 1)) == "ab" and called == ["a", "b"], (
         "if no option proves balanced, all are timed"

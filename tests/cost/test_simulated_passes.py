@@ -192,6 +192,7 @@ def test_passes_of_other_kinds(seed: int) -> None:
     work = random_work(seed, 4)
     check(replace(work, active_tiles=None, query_tiles=work.full + 30))
     check(replace(work, merge_bytes=work.full * 1e6 + 1e5))
+    check(replace(random_work(seed, 1), merge_bytes=torch.full((R, 1), 1e6, dtype=torch.float64)))
     check(work.split())
     check(replace(work, degree=2, rank=torch.arange(R)))
     check(replace(work, degree=8, shape=replace(work.shape, element=4)))

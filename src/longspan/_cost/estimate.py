@@ -105,7 +105,7 @@ class OwnerEstimate:
         merged = max(1, -(-(len(exchanges) - 1) // MAX_STEPS))
         if merged > 1:
             # Similar steps become one step that computes for its queries as many times.
-            step = torch.where(step > 0, (step - 1) // merged + 1, step)
+            step = (step - 1) // merged + 1
             exchanges = torch.stack([e.sum() for e in (exchanges[:1], *exchanges[1:].split(merged))])
         count = len(exchanges)
         area = torch.zeros(len(self.chosen), count, dtype=torch.float64).scatter_add_(1, step, self._area)

@@ -63,8 +63,7 @@ def _pairs(data: PlanData, row: int) -> Tensor:
     """Pairs of each row of a batch row's block table."""
     tiles = data.tiles[row]
     edges = tiles.queries.edges, tiles.kv.edges
-    first_batch = row if data.batch_layouts > 1 else 0
-    return pairs_per_row(tiles.table, data.mask.program, data.mask.captured, edges=edges, first_batch=first_batch)
+    return pairs_per_row(tiles.table, data.mask.program, data.mask.captured, edges=edges, first_batch=row)
 
 
 def split_heads(by_head: Tensor, degree: int, heads: int) -> Tensor:

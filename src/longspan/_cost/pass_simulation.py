@@ -122,12 +122,11 @@ class PassSimulation:
         if work.steps > 1:
             out[:, :1] += 2 * local * work.kv_token_bytes
         if not backward:
-            if work.steps > 1:
-                last = self._first_or_last(computes)
-                last[:, 0] &= computes[:, 1:].sum(1) == 0
-                has_result = computes.cumsum(1) > computes
-                out += computes * has_result * active * tile * WIDE  # reads the running result,
-                out += torch.where(last, 0.0, computes * active * tile * (WIDE - narrow))  # and writes it, except in the last step
+            last = self._first_or_last(computes)
+            last[:, 0] &= computes[:, 1:].sum(1) == 0
+            has_result = computes.cumsum(1) > computes
+            out += computes * has_result * active * tile * WIDE  # reads the running result,
+            out += torch.where(last, 0.0, computes * active * tile * (WIDE - narrow))  # and writes it, except in the last step
             return out
         out += computes * active * tile * (2 * WIDE - narrow)  # adds to dQ
         out[:, :1] += every[:, :1] * tile * (2 * narrow + WIDE)  # computes delta, zeroes dQ

@@ -91,12 +91,11 @@ class _PlanCounter:
             repeats = self._repeats(table)
             batch = self.shape.batch if data.batch_layouts == 1 else 1
             query_tiles += torch.bincount(owner, minlength=self.ranks) * self.shape.heads / data.degree * batch
-            chosen = s.row == row if data.batch_layouts > 1 else slice(None)
+            chosen = s.row == row
             stage, receiver, start, length = (c[chosen] for c in (s.stage, s.receiver, s.start, s.length))
             first, end = tiles.kv.within(start, length)
             for part in _chunks(self.ranks, tiles.kv.tiles):
-                step = _arrival_steps(part, tiles.kv.tiles, receiver, first, end, self.step_of_stage[stage])
-                step[step < 0] = 0
+                step = _arrival_steps(part, tiles.kv.tiles, receiver, first, end, self.step_of_stage[stage]).clamp(min=0)
                 for kind, total in ((FULL, full), (PARTIAL, partial)):
                     computed = computed_tiles(table, kind, owner, part)
                     total[part.start : part.stop].scatter_add_(1, step, computed.double() * repeats)
