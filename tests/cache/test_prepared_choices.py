@@ -140,6 +140,7 @@ class TestWhatIsPrepared:
         assert not step.cache.prepared
 
     def test_a_bounded_number_of_calls(self, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert cached_prepared.MAX_PREPARED == 64
         monkeypatch.setattr(cached_prepared, "MAX_PREPARED", 3)
         step = step_of(5)
         counts = []

@@ -168,3 +168,9 @@ def test_hops_of_all_ranks_bring_rows_to_their_new_owners(shape: int | tuple[int
             received.append(torch.cat(pieces))
         held = received
     assert all(torch.equal(rows_of[made.order], wanted) for rows_of, made, wanted in zip(held, moves, after))
+
+
+@pytest.mark.parametrize(("out", "sent"), [((3, 4), (3, 2, 4)), ((3, 2, 4), (3, 4)), ((3,), (3, 1)), ((3, 2, 4), (3, 4, 2))], ids=str)
+def test_rows_of_other_shapes_or_numbers_of_dims_raise(out: tuple[int, ...], sent: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="expected rows of one shape, dtype and device"):
+        check_whole(Alone(name="cp"), torch.empty(out), torch.empty(sent), [3], [3], what="rows")

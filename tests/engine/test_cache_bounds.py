@@ -20,7 +20,7 @@ CALLS = 10_000
 
 
 def test_table_cache_stays_bounded_over_changing_lengths_and_contents() -> None:
-    cache = TableCache(size=16, contents_per_key=4)
+    cache, default = TableCache(size=16, contents_per_key=4), TableCache()
     program = ls.mask_mod(lambda b, h, q, kv: q >= kv).traced.program
     tables = []
     for i in range(CALLS):
@@ -29,6 +29,10 @@ def test_table_cache_stays_bounded_over_changing_lengths_and_contents() -> None:
     gc.collect()
     assert len(cache._entries) == 16 and all(len(entries) <= 4 for entries in cache._entries.values())
     assert sum(table() is not None for table in tables) <= 16 * 4
+    for i in range(10):
+        cache.tables(program, [torch.tensor([i])], 1, 64, batch=1, heads=1)
+        default.tables(program, [torch.tensor([i])], 1, 64, batch=1, heads=1)
+    assert [len(one._entries[program.key, 1, 64, 1, 1]) for one in (cache, default)] == [4, 8]
 
 
 def test_device_copies_stay_bounded_also_while_their_tensors_live() -> None:
@@ -36,7 +40,7 @@ def test_device_copies_stay_bounded_also_while_their_tensors_live() -> None:
     tensors = [torch.tensor([i]) for i in range(CALLS)]
     for tensor in tensors:
         copies.on(tensor, torch.device("meta"))
-    assert len(copies._copies) == 32
+    assert len(copies._copies) == 32 and DeviceCopies().size == 256
     del tensor, tensors
     assert not copies._copies
 
@@ -72,4 +76,4 @@ def test_spec_registry_drops_all_but_the_latest_programs() -> None:
     for i in range(CALLS):
         specs.append(weakref.ref(registry.of(program, None, f"kernel {i}")))
     gc.collect()
-    assert sum(spec() is not None for spec in specs) == len(registry._latest) == len(registry._live) <= 128
+    assert sum(spec() is not None for spec in specs) == len(registry._latest) == len(registry._live) == 128

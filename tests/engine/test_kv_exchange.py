@@ -22,6 +22,7 @@ def test_k_and_v_are_sent_separately_from_a_number_of_bytes_on(monkeypatch: pyte
     plan = ls.plan(ls.causal(), (100, 90), ls.Mesh.abstract(4)).data  # 90 keys over 4 ranks: 22 tokens
     k, v = torch.zeros(2, 3, 24, 8).bfloat16(), torch.zeros(2, 3, 24, 5).bfloat16()
     size = 22 * 2 * 3 * (8 + 5) * 2
+    assert kv_exchange.SEPARATE_KV_BYTES == 32 * 2**20
     for limit, separate in ((size - 1, True), (size, True), (size + 1, False)):
         monkeypatch.setattr(kv_exchange, "SEPARATE_KV_BYTES", limit)
         assert sends_kv_separately(plan, k, v) is separate

@@ -65,3 +65,18 @@ def test_other_values_are_kept_by_their_keys() -> None:
         get, values = getattr(cache, name), iter(range(9))
         assert [get(DATA, key, lambda: next(values)) for key in ("a", "b", "a", "b")] == [0, 1, 0, 1]  # noqa: B023
     assert cache.pooling(DATA, 64) is cache.pooling(DATA, 64) and cache.pooling(DATA, 128).block == 128
+
+
+def test_a_plan_keeps_so_many_values_of_each_kind() -> None:
+    """The most that one plan holds; the value that was not used for longest is dropped first."""
+    bounds = {
+        "_tiles": 8, "_captured": 4, "_laid_out": 8, "_rank_tiles": 8, "_places": 8, "_moves": 16, "_schedules": 64, "_pass_setups": 128,
+        "_selection_grids": 8, "_poolings": 8, "_descriptions": 256, "_scales": 64, "_checked_calls": 256,
+    }  # fmt: skip
+    caches = vars(PlanCache())
+    assert set(caches) == set(bounds)
+    for name, bound in bounds.items():
+        for key in range(bound + 1):
+            caches[name].get(DATA, key, lambda: object())
+        kept = [caches[name].peek(DATA, key) is not None for key in range(bound + 1)]
+        assert kept == [False] + [True] * bound, name

@@ -85,6 +85,7 @@ def test_a_block_mask_on_the_device_builds_no_block_table_on_the_host(monkeypatc
 
 
 def test_a_block_mask_of_many_calls_gets_a_table_on_the_host(monkeypatch: pytest.MonkeyPatch, device_calls: list[bool]) -> None:
+    assert engine._MAX_LISTED_CALLS == 256
     monkeypatch.setattr(engine, "_MAX_LISTED_CALLS", 1)
     q, k, v = tensors(150, 200)
     mask = ls.mask_mod(random_lists(False))

@@ -185,6 +185,7 @@ def test_a_choice_takes_four_bytes_for_each_row_and_32_blocks(monkeypatch: pytes
         CallOptions(spec=Spec(mask=None, score=None, kernel="auto"), scale=1.0),
     )
     size = 4 * 2 * 3 * 33 * 33  # 1056 blocks of one key are 33 words
+    assert selected_mesh.MAX_BITS_BYTES == 4 * 2**30
     monkeypatch.setattr(selected_mesh, "MAX_BITS_BYTES", size)
     assert selected_mesh.checked_selection(data, mask, inputs, options).heads_per_choice == 2
     monkeypatch.setattr(selected_mesh, "MAX_BITS_BYTES", size - 1)
