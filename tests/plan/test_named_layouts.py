@@ -219,7 +219,7 @@ def test_documents_by_row_and_documents_of_all_rows_combine():
 @pytest.mark.parametrize(("length", "ranks", "unit"), [
     (1, 1, 1), (7, 2, 1), (511, 1, 64), (512, 1, 128), (1023, 2, 64), (1024, 2, 128), (3072, 3, 128), (5, 9, 1), (100000, 7, 128),
     (1537, 3, 16),  # four units of 128 per rank, but one rank would own a quarter more than its share
-    (1664, 3, 64),
+    (1664, 3, 64), (2560, 3, 128),  # 1.05 times the share of a rank
 ])  # fmt: skip
 def test_units_of_some_sizes(length, ranks, unit):
     assert unit_for(length, ranks) == unit
@@ -235,6 +235,12 @@ def test_short_documents_and_remainders_go_in_pieces_to_the_ranks_with_fewest_to
             ((256, 256), (896, 128), (1536, 256), (2048, 52), (2304, 128), (2560, 128), (2926, 18), (3072, 128), (3328, 39)),
             ((512, 256), (1024, 128), (1280, 256), (2100, 76), (2432, 128), (2688, 128), (2944, 128), (3367, 33)),
         ),
+    )
+    # Blocks of 128 are just short enough for the document of 512 tokens, which begins inside one.
+    assert per_document([64, 512], 2).rows == ((((0, 16), (48, 80), (256, 128), (512, 64)), ((16, 32), (128, 128), (384, 128))),)
+    # The document of 20 tokens holds the multiple 16 of the finest cell and no whole cell: one piece.
+    assert per_document([6, 20, 2000], 2).rows == (
+        (((0, 6), (26, 486), (1024, 128), (1536, 384), (2017, 9)), ((6, 20), (512, 512), (1152, 384), (1920, 97))),
     )
     # All are short. Of ranks that miss equally many tokens, the one with the least causal work is next.
     assert per_document([6] * 9, 4).rows == (

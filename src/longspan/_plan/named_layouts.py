@@ -178,18 +178,14 @@ def _deal(pieces: list[tuple[int, int, int]], segments: list[list[tuple[int, int
 
     Pieces are cut where a rank is full.
     """
-    queue = [(-n, 0, rank) for rank, n in enumerate(missing) if n > 0]
+    queue = [(-n, 0, rank) for rank, n in enumerate(missing)]
     heapq.heapify(queue)
     for start, end, document in pieces:
         while start < end:
             miss, work, rank = queue[0]
             take = min(end - start, -miss)
             segments[rank].append((start, take))
-            entry = (miss + take, work + take * (2 * (start - document) + take), rank)
-            if entry[0] < 0:
-                heapq.heapreplace(queue, entry)
-            else:
-                heapq.heappop(queue)
+            heapq.heapreplace(queue, (miss + take, work + take * (2 * (start - document) + take), rank))
             start += take
 
 

@@ -86,7 +86,7 @@ class MaskTiling:
             block=block,
             batch=1 if self.batch_layouts > 1 else self.batch,
             heads=self.heads,
-            first_batch=row if self.batch_layouts > 1 else 0,
+            first_batch=row,
             edges=(queries.edges, kv.edges),
         )
         table = classify(self.mask.program, self.mask.captured, shape)
