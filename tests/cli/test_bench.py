@@ -138,3 +138,23 @@ def test_a_call_on_a_gpu_is_timed_between_events_after_another_call(monkeypatch:
     monkeypatch.setattr(torch.cuda, "synchronize", done.append)
     assert bench._once(lambda: done.append("call"), gpu) == 2.5
     assert done == [gpu, "call", "event", "call", "event", "wait"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_inputs_and_results_have_the_dtype_that_was_asked_for(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+
+    def seconds(calls: dict[str, Any], device: Any, repeat: int) -> dict[str, float]:
+        seen.append(calls["longspan"]() if not seen else calls["longspan"]()[0])
+        return {"sdpa_s": 1.0, "longspan_s": 1.0}
+
+    monkeypatch.setattr(bench, "_seconds", seconds)
+    monkeypatch.setattr(bench, "MAX_MASK_BYTES", 0)
+    assert all(r.same for r in bench.measured(bench.BenchSizes(tokens=70, heads=3, kv_heads=1, dim=8, dtype=dtype), CPU, 1))
+    assert [t.dtype for t in seen] == [getattr(torch, dtype)] * 2
+
+
+def test_errors_of_16_bit_results_are_summed_in_float32() -> None:
+    """The norms of these results, and of their differences, are above float16's largest number."""
+    right = torch.full((40000,), 30000.0, dtype=torch.float16)
+    assert bench._same([right * 1.02], [right]) and not bench._same([right * 1.5], [right])

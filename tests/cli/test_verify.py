@@ -373,3 +373,12 @@ def test_gradients_are_those_of_given_gradients_of_out_and_of_lse() -> None:
     results = oracle(q, k, v, mask=problem.made_mask, score_mod=score_mod, return_lse=True)
     grads = torch.autograd.grad(results, [q, k, v, *captured], [problem.inputs[3], problem.inputs[4].double()])
     torch.testing.assert_close(problem.right, dict(zip(("out", "lse", "dq", "dk", "dv", "dbias"), (*results, *grads), strict=True)))
+
+
+def test_inputs_are_of_the_problems_device_and_dtype_and_no_leaves_of_the_results() -> None:
+    problem = checking.Problem(mask="custom", score="none", dtype=torch.bfloat16, device=CPU, tokens=43)
+    results = problem.by_oracle(torch.float32)
+    assert [t.dtype for t in problem.inputs] == [torch.bfloat16] * 4 + [torch.float32]
+    assert {t.dtype for t in results.values()} == {torch.float64} and not any(t.requires_grad for t in (*problem.inputs, *results.values()))
+    there = checking.Problem(mask="custom", score="bias", dtype=torch.float32, device=torch.device("meta"))
+    assert {t.device.type for t in (*there.inputs, *there.score_mod(torch.float32)[1])} == {"meta"}

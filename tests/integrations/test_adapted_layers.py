@@ -135,6 +135,8 @@ def test_the_relative_bias_of_t5_is_that_of_its_table(is_decoder: bool, past: in
     buckets = layer._relative_position_bucket(kv - q - past, bidirectional=not is_decoder, num_buckets=8, max_distance=11)
     want = layer.relative_attention_bias(buckets).permute(2, 0, 1) + 1
     torch.testing.assert_close(mod(torch.ones(3, 20, 25), torch.zeros(()), h, q, kv), want)
+    half = RelativeBias(T5Attention(config, has_relative_attention_bias=True, layer_idx=0).bfloat16()).score_mod(past)
+    assert half is not None and half(torch.ones(3, 20, 25).bfloat16(), torch.zeros(()), h, q, kv).dtype == torch.float32
     layer.relative_attention_max_distance = 8 // (2 if is_decoder else 4) + 1
     assert _farthest(layer) == layer.relative_attention_max_distance
     layer.relative_attention_max_distance -= 1

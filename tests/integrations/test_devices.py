@@ -16,7 +16,7 @@ import longspan as ls
 from longspan.integrations import _meshes, _one_query, prepare_batch
 from longspan.integrations._adapters import _adapt_llama4
 from longspan.integrations._configs import default_positions
-from longspan.integrations._cross_plans import CrossPlans, _check_padding
+from longspan.integrations._cross_plans import CrossPlans, _check_padding, _is_mask_of
 from longspan.integrations._decoders import _local_features
 from longspan.integrations._head_mixers import run_by_heads
 from longspan.integrations._meshes import MeshRoles, sum_over_data_ranks
@@ -168,3 +168,25 @@ def test_padding_of_a_layer_divided_by_heads_is_moved_to_its_device(monkeypatch:
     with OtherDevice():
         whole = run_by_heads(Layer(), torch.ones(2, 9, 3).to(OTHER), plan, REAL > 0)
         assert whole.shape == (2, 9, 3) and torch.equal(seen[0].cpu(), REAL[:, :, None].expand(2, 9, 3).float())
+
+
+def test_positions_in_an_accelerators_context_are_compared_on_the_host() -> None:
+    spanning = pytest.importorskip("longspan.integrations.accelerate")
+    model, mesh, tokens = nn.Module(), ls.Mesh.abstract(2, 1), torch.arange(10).view(1, 10)
+    with ls.context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]) as context, OtherDevice():
+        token = spanning._context.set(context)
+        try:
+            given = {"input_ids": torch.ones(1, 5).to(OTHER), "position_ids": context.positions(10)[None].to(OTHER)}
+            spanning._check_batch(model, (), given)
+            with pytest.raises(ValueError, match="got others"):
+                spanning._check_batch(model, (), {**given, "position_ids": given["position_ids"] + 1})
+        finally:
+            spanning._context.reset(token)
+
+
+def test_masks_of_an_encoder_decoder_are_compared_on_the_host() -> None:
+    real = REAL > 0
+    with OtherDevice():
+        assert _is_mask_of(real, REAL.to(OTHER)) and _is_mask_of(None, torch.ones(2, 9).to(OTHER))
+        assert not _is_mask_of(None, REAL.to(OTHER)) and not _is_mask_of(real, torch.ones(2, 9).to(OTHER))
+        assert not _is_mask_of(real, torch.ones(2, 8).to(OTHER)) and not _is_mask_of(real, 2 * REAL.to(OTHER))

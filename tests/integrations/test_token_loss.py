@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.other_device import OTHER, OtherDevice
 from torch import Tensor, nn
 
 from longspan.integrations import _liger, loss
@@ -210,7 +212,40 @@ def test_choice_of_a_token() -> None:
     drawn = [_chosen(logits, 2.0, torch.Generator().manual_seed(seed), None) for seed in range(40)]
     want = [int(torch.multinomial((logits.double() / 2).softmax(-1), 1, generator=torch.Generator().manual_seed(s))) for s in range(40)]
     assert drawn == want and len(set(drawn)) > 2
+    small = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float16)
+    assert _chosen(small, 1e-5, torch.Generator(), None) == 2  # 1 / 1e-5 is infinite in float16
     text = ByteTokenizer()
     assert text.encode("aé") == [97, 195, 169] and text.decode([31, 32, 97, 126, 127, 195]) == "· a~··"
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[3, 4]))
     assert stop_tokens(model, SimpleNamespace(eos_token_id=5)) == {3, 4, 5} and stop_tokens(object(), text) == frozenset()
+
+
+def test_ranks_take_the_token_that_rank_0_chose_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from longspan.integrations import generation
+
+    devices: list[torch.device] = []
+    monkeypatch.setattr(
+        generation, "all_gather_rows", lambda mesh, x, counts, what: devices.append(x.device) or torch.arange(7, 7 + sum(counts))
+    )
+    mesh: Any = SimpleNamespace(size=3)
+    with OtherDevice():
+        logits = torch.tensor([0.0, 3.0, 1.0]).to(OTHER)
+        assert generation._chosen(logits, 0.0, torch.Generator(), None) == 1
+        assert generation._chosen(logits, 0.0, torch.Generator(), mesh) == 7 and devices == [OTHER]
+
+
+def test_a_checkpoint_is_loaded_from_its_folder_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from longspan.integrations import generation
+
+    loads: list[Any] = []
+    tokenizer = object()
+    monkeypatch.setattr(
+        generation.AutoModelForCausalLM, "from_pretrained", lambda *args, **options: loads.append((args, options)) or nn.Linear(2, 3)
+    )
+    monkeypatch.setattr(generation.AutoTokenizer, "from_pretrained", lambda *args, **options: loads.append((args, options)) or tokenizer)
+    model, text = generation.load_checkpoint(Path("folder"), torch.device("meta"))
+    assert text is tokenizer and not model.training and model.weight.device.type == "meta"
+    local = {"local_files_only": True, "trust_remote_code": False}
+    assert loads == [((Path("folder"),), {"attn_implementation": "longspan", "dtype": "auto", **local}), ((Path("folder"),), local)]

@@ -75,7 +75,9 @@ def test_logits_equal_the_network_written_out(dtype: torch.dtype) -> None:
 
 def test_the_norm_adds_its_epsilon_and_keeps_the_dtype() -> None:
     x = torch.tensor([[0.001, -0.002, 0.003]])
-    assert decoder.Norm(3)(x.bfloat16()).dtype == torch.bfloat16
+    norm, y = decoder.Norm(64), torch.randn(5, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    torch.nn.init.normal_(norm.weight)
+    assert torch.equal(norm(y), torch.nn.functional.rms_norm(y, (64,), norm.weight.bfloat16(), 1e-5))
     torch.testing.assert_close(decoder.Norm(3)(x)[0], x[0] / math.sqrt(14e-6 / 3 + 1e-5))
 
 

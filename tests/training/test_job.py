@@ -277,6 +277,7 @@ def test_inputs_of_the_demo_are_the_same_everywhere() -> None:
     assert [t.shape for t in (q, k, v, grad_out)] == [(1, 6, 5, 3), (1, 2, 5, 3), (1, 2, 5, 3), (1, 6, 5, 3)]
     drawn = torch.randn(1, 6, 5, 3, generator=torch.Generator().manual_seed(0))
     assert torch.equal(q, drawn) and not torch.equal(k, v)
+    assert {t.device.type for t in demo_ranks.inputs(demo_ranks.DemoSizes(tokens=5), torch.device("meta"))} == {"meta"}
 
 
 def test_forward_and_backward_give_out_and_three_gradients() -> None:
@@ -305,3 +306,12 @@ def test_other_ranks_of_the_demo_run_what_is_possible_and_return_nothing(
     finally:
         dist.destroy_process_group()
     assert planned == ["auto", "ring", "allgather", "exchange", *(["ulysses"] if ulysses else [])]
+
+
+def test_a_model_is_moved_before_it_is_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    meshes: list[Any] = []
+    monkeypatch.setattr(job.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(job, "init_device_mesh", lambda *args, **options: meshes.append((args, options)))
+    monkeypatch.setattr(job, "fully_shard", lambda part, **options: None)
+    model = job._sharded(Decoder(DecoderConfig(width=16, layers=1)), torch.device("meta"), False)
+    assert {p.device.type for p in model.parameters()} == {"meta"} and meshes == [(("meta", (3,)), {"mesh_dim_names": ("all",)})]

@@ -140,7 +140,7 @@ def rotary_angles(positions: Tensor, config: DecoderConfig, dtype: torch.dtype) 
     """(cos, sin) of the rotary angles [B, 1, L, D/2]; angles are computed in float32."""
     half = config.head_dim // 2
     frequency = config.rope_base ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
-    angle = positions[:, None, :, None].float() * frequency
+    angle = positions[:, None, :, None] * frequency
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 

@@ -62,7 +62,7 @@ class Problem:
         """q, k, v, and the gradients of out and of lse."""
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         drawn = [self._draw(i, self.batch, h, self.tokens, self.dim).to(self.dtype) for i, h in enumerate(heads)]
-        return [*drawn, self._draw(4, self.batch, self.heads, self.tokens)]  # float32, cast to the dtype of lse
+        return [*drawn, self._draw(4, self.batch, self.heads, self.tokens)]  # float32
 
     @cached_property
     def made_mask(self) -> ls.Mask:
@@ -92,7 +92,7 @@ class Problem:
         q, k, v = (t.detach().requires_grad_() for t in inputs[:3])
         score_mod, captured = self.score_mod(dtype or self.dtype)
         out, lse = attend(q, k, v, score_mod=score_mod)
-        loss = (out * inputs[3].to(out.dtype)).sum() + (torch.where(lse == -torch.inf, 0.0, lse) * inputs[4].to(lse.dtype)).sum()
+        loss = (out * inputs[3]).sum() + (torch.where(lse == -torch.inf, 0.0, lse) * inputs[4]).sum()
         names = ["dq", "dk", "dv", *(["dbias"] if captured else [])]
         grads = torch.autograd.grad(loss, [q, k, v, *captured])
         return {"out": out.detach(), "lse": lse.detach(), **dict(zip(names, grads, strict=True))}

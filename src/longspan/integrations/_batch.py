@@ -230,7 +230,7 @@ def _mask(batch: Mapping[str, Any], positions: Tensor, *, bidirectional: bool) -
         blind = ids < 0 if bool((ids < 0).any()) else None
     real = real_tokens(batch)
     if real is not None and not bool(real.all()):
-        mask = mask & RealKeys((real[0] if bool((real == real[:1]).all()) else real).contiguous())
+        mask = mask & RealKeys(real[0] if bool((real == real[:1]).all()) else real)
         only_padding_before = (~real.any(1, keepdim=True)).expand_as(real) if bidirectional else real.cumsum(1) == 0
         blind = only_padding_before if blind is None else blind | only_padding_before
     return mask, blind

@@ -130,7 +130,7 @@ def _plans(
                     f"prepare_batch: expected a token in every row of attention_mask, got padding only in rows {empty}, whose decoder "
                     "tokens would see nothing of the encoder; leave these rows out"
                 )
-            keys = RealKeys((real[0] if bool((real == real[:1]).all()) else real).contiguous())
+            keys = RealKeys(real[0] if bool((real == real[:1]).all()) else real)
             mask = mask & keys
             if bidirectional:
                 cross_mask = keys

@@ -126,13 +126,14 @@ def install(model: Any, plans: CrossPlans, inputs: Mapping[str, Any]) -> None:
         )
     for name, real in zip(_MASKS, (plans.encoder.real_tokens, plans.real_tokens)):
         mask = inputs.get(name)
-        same = real is None if mask is None else bool(torch.equal(mask.bool().cpu(), _whole(real, mask)))
-        if not same:
+        if not (real is None if mask is None else _is_mask_of(real, mask)):
             raise ValueError(f"longspan: expected the {name} that prepare_batch was given, got another")
 
 
-def _whole(real: Tensor | None, like: Tensor) -> Tensor:
-    return torch.ones(like.shape, dtype=torch.bool) if real is None else real
+def _is_mask_of(real: Tensor | None, mask: Tensor) -> bool:
+    """Whether a mask by token is 0 for the padding of a plan and 1 elsewhere. real: bool [B, S] on the CPU; None without padding."""
+    expected = torch.ones(mask.shape, dtype=torch.bool) if real is None else real
+    return mask.shape == expected.shape and bool((mask.cpu() == expected).all())
 
 
 def layers_of(stack: nn.Module) -> nn.ModuleList:
@@ -185,14 +186,13 @@ def _enter_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _check_padding(arguments: Mapping[str, Any], plans: ModelPlans, stack: str) -> None:
     """Raise ValueError for a mask of a stack's own tokens with another padding than the plan's. Some models look for pad tokens."""
     for mask in arguments.values():
-        if isinstance(mask, ModelMask) and mask.bidirectional == plans.bidirectional and mask.padding_mask is not None:
-            padding_mask = mask.padding_mask.cpu()
-            if not torch.equal(padding_mask, _whole(plans.real_tokens, padding_mask)):
-                name = _MASKS[0 if stack == "encoder" else 1]
-                raise ValueError(
-                    f"longspan: expected the padding that prepare_batch was told of, got another in the {stack}, which takes pad tokens "
-                    f"for padding; give {name} to prepare_batch"
-                )
+        padding = mask.padding_mask if isinstance(mask, ModelMask) and mask.bidirectional == plans.bidirectional else None
+        if padding is not None and not _is_mask_of(plans.real_tokens, padding):
+            name = _MASKS[0 if stack == "encoder" else 1]
+            raise ValueError(
+                f"longspan: expected the padding that prepare_batch was told of, got another in the {stack}, which takes pad tokens "
+                f"for padding; give {name} to prepare_batch"
+            )
 
 
 def _local(value: Any, plans: ModelPlans, batch: int) -> Any:

@@ -105,7 +105,7 @@ def _shard_arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     forward.made_positions = (positions, arguments["position_ids"]) if made_positions else None
     for name, mask in _BY_IMAGE_TOKEN.items():
         if arguments.get(name) is not None and arguments.get(mask) is not None:
-            is_image = arguments[mask].flatten(1) == 1
+            is_image = arguments[mask] == 1
             _check_features(name, arguments[name], int(is_image.sum()))
             chosen = _local_image_tokens(is_image, plan)
             arguments[name] = _local_features(arguments[name], chosen, in_place=name == _IN_PLACE)
@@ -211,7 +211,7 @@ def _check_features(name: str, features: Any, image_tokens: int) -> None:
 
 
 def _local_image_tokens(is_image: Tensor, plan: Plan) -> Tensor:
-    """The numbers of this rank's image tokens among all image tokens, in the order of local tokens. is_image: bool [B, S]."""
+    """The numbers of this rank's image tokens among all image tokens, in the order of local tokens. is_image: bool [B, S] or [B, S, 1]."""
     number = (is_image.flatten().cumsum(0) - 1).view(is_image.shape)
     return plan.shard(number, 1)[plan.shard(is_image, 1)]
 
@@ -229,7 +229,7 @@ def _check_mask(decoder: nn.Module, mask: Any, plans: ModelPlans) -> None:
     """Raise ValueError for a mask by token that is not the one of the plan."""
     if isinstance(mask, Tensor):
         expected = torch.ones_like(mask, dtype=torch.bool) if plans.real_tokens is None else plans.real_tokens.to(mask.device)
-        if mask.ndim != 2 or not torch.equal(mask.bool(), expected):
+        if mask.shape != expected.shape or mask.ndim != 2 or bool((mask != expected).any()):
             raise ValueError(
                 f"longspan: expected the attention_mask [B, S] that prepare_batch was given for {described(decoder)}, got another of shape "
                 f"{tuple(mask.shape)}. This model is not supported on several ranks"

@@ -38,7 +38,7 @@ def attend_one_query(
             out = _by_scores(query, key, value, visible, scale, sink, score_mod)
     else:
         return None
-    return out.transpose(1, 2).contiguous()
+    return out.transpose(1, 2)  # contiguous, as of one query
 
 
 def _is_own(score_mod: ScoreMod) -> bool:

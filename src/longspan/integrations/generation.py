@@ -106,7 +106,7 @@ def generate(
 
 def _chosen(logits: Tensor, temperature: float, generator: torch.Generator, mesh: Mesh | None) -> int:
     """The next token, chosen on the host; on every rank the one that rank 0 chose."""
-    values = logits.double().cpu()
+    values = logits.to("cpu", torch.float64)
     token = values.argmax() if temperature == 0.0 else torch.multinomial((values / temperature).softmax(-1), 1, generator=generator)[0]
     if mesh is None:
         return int(token)

@@ -112,7 +112,7 @@ def attention_mask(
     else:
         mask = causal() if mask_function is None else mask_mod(with_offsets(mask_function, q_offset, kv_offset))
         if real is not None:
-            mask = mask & RealKeys(real[0].contiguous() if batch_size == 1 else real)
+            mask = mask & RealKeys(real[0] if batch_size == 1 else real)
     made = ModelMask(
         mask=mask,
         padding_mask=real,
@@ -346,7 +346,7 @@ def _plan_for(plans: Any, span: Span | None, heads: int, kv_heads: int) -> Plan:
 def _mask_on_one_device(module: torch.nn.Module, query: Tensor, key: Tensor, mask: Any, window: int | None, rest: dict[str, Any]) -> Any:
     """The mask of a layer without a plan: the one that the model asked for."""
     if isinstance(mask, ModelMask):
-        return mask.mask if mask.row is None else RealKeys(mask.row[0].contiguous() if len(mask.row) == 1 else mask.row)
+        return mask.mask if mask.row is None else RealKeys(mask.row[0] if len(mask.row) == 1 else mask.row)
     if isinstance(mask, CompiledMask) or torch.compiler.is_compiling():
         raise ValueError(_NOT_COMPILED)
     if mask is not None:
