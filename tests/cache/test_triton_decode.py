@@ -63,7 +63,7 @@ def test_bits_are_equal_alone_batched_and_on_other_pages() -> None:
 
 def test_a_shorter_sequence_with_more_splits_decodes_as_alone() -> None:
     """The size of a split doubles with the length: here 159 tokens have more splits than 160."""
-    rule = decode_call.split_rule(2, shared=False)
+    rule = decode_call.split_rule(2, shared=False, heads=4)
     assert rule.count(159) > rule.count(160)
     tokens = [x.to(DEVICE) for x in random_tokens(2, 160)]
     cache = ls.KVCache(pages=20, layers=1, kv_heads=2, head_dim=16, dtype=torch.float32, device=DEVICE)
@@ -475,7 +475,7 @@ def test_head_dims_up_to_256_and_shared_ones_up_to_512_are_supported(dims: tuple
     reason = decode_call.unsupported_reason(torch.empty(2, 4, 1, dims[0]), dims, work, sequences=2, longest=100, shared=shared)
     assert reason is None if says is None else reason is not None and says in reason
     assert "dtype" in str(
-        decode_call.unsupported_reason(torch.empty(2, 4, 1, 8, dtype=torch.float64), (8, 8), work, sequences=2, longest=100)
+        decode_call.unsupported_reason(torch.empty(2, 4, 1, 8, dtype=torch.float64), (8, 8), work, sequences=2, longest=100, shared=False)
     )
 
 

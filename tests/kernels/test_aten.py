@@ -236,6 +236,11 @@ def test_the_largest_scores_are_computed_a_bounded_number_at_a_time(monkeypatch:
     monkeypatch.setattr(aten, "_MAX_SCORES_IN_FLIGHT", 2 * 3 * 40 * 7 + 5)  # of 7 rows, and less than a row more
     aten._max_scores(torch.randn(2, 3, 23, 8), torch.randn(2, 3, 40, 8), False, 0.5)
     assert sizes == [2 * 3 * 40 * 7] * 3 + [2 * 3 * 40 * 2]
+    monkeypatch.undo()
+    monkeypatch.setattr(aten, "grouped_matmul", lambda a, b: sizes.append(a.shape[:-1].numel() * b.shape[-1]) or product(a, b))
+    sizes.clear()
+    aten._max_scores(torch.empty(1, 2, 5, 8, device="meta"), torch.empty(1, 1, 1 << 20, 8, device="meta"), False, 0.5)
+    assert sizes == [1 << 22] * 2 + [1 << 21]
 
 
 def test_a_gradient_of_lse_survives_a_narrow_dtype() -> None:

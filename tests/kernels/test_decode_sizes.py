@@ -25,7 +25,8 @@ from longspan._masks.trace_cache import traces
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM = 12, 3, 64
 SIZES = DecodeSizes(
-    sequences=5, queries=(1, 3), longest=9000, splits=4, tile_rows=16, rule=SplitRule(256, 0, 12, 4096), joined=8, groups=2
+    sequences=5, queries=(1, 3), longest=9000, splits=4, tile_rows=16, rule=SplitRule(256, 0, 12, 4096), joined=8, groups=2,
+    grouped=False,
 )  # fmt: skip
 
 

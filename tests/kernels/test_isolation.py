@@ -168,7 +168,7 @@ def test_vectors_of_the_largest_norm_are_within_it() -> None:
     assert nonfinite.beyond(5.0, x[:2], x[1:3]).tolist() == [True, True]
     largest = nonfinite.largest_norm(torch.float32, 4.0)
     assert (2 * largest) ** 2 * 4.0 == pytest.approx(torch.finfo(torch.float32).max)
-    assert nonfinite.largest_norm(torch.float32, -0.25) == nonfinite.largest_norm(torch.float32)
+    assert nonfinite.largest_norm(torch.float32, -0.25) == nonfinite.largest_norm(torch.float32, 1.0)
 
 
 def test_products_of_masked_matrices_with_infinities_and_nans_equal_sums_of_visible_terms() -> None:

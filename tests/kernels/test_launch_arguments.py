@@ -418,7 +418,7 @@ def test_head_dims_that_decode_kernels_support(
 
 def test_devices_dtypes_and_programs_that_decode_kernels_support(monkeypatch: pytest.MonkeyPatch) -> None:
     def reason(q: Any, work: PagedWork | None = None, longest: int = 700, sequences: int = 2) -> str | None:
-        return decode_call.unsupported_reason(q, (16, 16), work or paged_work(), sequences=sequences, longest=longest)
+        return decode_call.unsupported_reason(q, (16, 16), work or paged_work(), sequences=sequences, longest=longest, shared=False)
 
     q = torch.zeros(1, 12, 1, 16)
     assert reason(q.double()) == "dtype torch.float64: expected bfloat16, float16 or float32"

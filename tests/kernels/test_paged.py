@@ -78,6 +78,12 @@ def test_new_tokens_are_written_to_their_pages(rank: int | None, shared: bool) -
     assert all(map(torch.equal, pages.kv, wanted))
 
 
+@pytest.mark.parametrize(("tokens", "lists"), [(1, True), (256, True), (257, False)])
+def test_lists_make_the_ranges_of_few_tokens(tokens: int, lists: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "_token_tensors" if lists else "_token_lists", None)
+    assert query_ranges([7], [7 + tokens], [4], [], CPU)[0].positions.tolist() == list(range(7, 7 + tokens))
+
+
 @pytest.mark.parametrize("few", [True, False])
 def test_ranges_of_a_step(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By lists for few tokens, else by tensors."""
@@ -122,6 +128,15 @@ def test_keys_of_a_sequence_begin_with_a_split(rank: int | None, monkeypatch: py
     wanted = [p for p in range(8, 18) if p // SIZE in columns]
     assert keys.positions.tolist() == wanted and keys.batch_index == 2
     assert all(map(torch.equal, (keys.k, keys.v), by_token(pages, 3, wanted)))
+
+
+@pytest.mark.parametrize(("start", "first"), [(511, 0), (513, 0), (514, 512), (1025, 512), (1026, 1024)])
+def test_splits_have_512_tokens(start: int, first: int) -> None:
+    """Wherever a window begins, splits do: a window of 3 tokens."""
+    k = torch.randn(1, 2, 1100, 5)
+    pages = PagedKV(k=k, v=k, table=torch.zeros(1, 1, dtype=torch.int32))
+    keys = gathered_keys(pages, query_ranges([start], [start + 1], [0], [], CPU)[0], 0, PagedWork(scale=1.0, window=3))
+    assert keys.positions.tolist() == list(range(first, start + 1)) and torch.equal(keys.k, k[0, :, first : start + 1])
 
 
 @pytest.mark.parametrize("sink", [None, -3.0, 150.0])

@@ -56,6 +56,12 @@ def test_parts_of_a_rectangle_have_a_bounded_size(
         assert max(part.q1 - part.q0 for part in parts) == (7 if elements == 18 * 12 * 7 else 6)
 
 
+def test_tiles_have_at_most_1024_keys_and_two_million_scores() -> None:
+    rect = Rectangle(b=0, h=0, q0=0, q1=300, k0=0, k1=2100, kind="full")
+    sizes = [(part.q1 - part.q0, part.k1 - part.k0) for part in tiles_of(1, 1).parts(rect)]
+    assert sizes == [(m, n) for m in (113, 113, 74) for n in (1024, 1024, 52)] and 18 * 113 * 1024 <= 1 << 21
+
+
 @pytest.mark.parametrize(
     ("batch", "heads", "rows", "q_heads", "kv_heads"),
     [(1, 1, (0, 3), (0, 6), (0, 2)), (3, 1, (2, 3), (0, 6), (0, 2)), (1, 6, (0, 3), (4, 5), (1, 2)), (3, 6, (2, 3), (4, 5), (1, 2))],

@@ -13,8 +13,8 @@ from tests.kernels.shards import shard, work_of
 from torch import Tensor
 
 from longspan._kernels.protocol import Work
-from longspan._kernels.rectangles import Rectangle, _all_full, _cover, rectangles
-from longspan._kernels.tiling import Tiling
+from longspan._kernels.rectangles import Rectangle, _all_full, _cover, _covers_of, _MaskTiles, rectangles
+from longspan._kernels.tiling import Tiling, _positions
 from longspan._masks.block_table import FULL, PARTIAL
 
 Mod = Callable[..., Tensor]
@@ -107,6 +107,33 @@ def test_masked_rectangles_have_a_largest_number_of_tiles_or_one_row(limit: int,
     assert [r.q1 - r.q0 for r in cells] == heights and all((r.kind, r.k0, r.k1) == ("masked", 0, 48) for r in cells)
     full = _cover(replace(work, mask=None), max_masked_tiles=limit)
     assert kinds(full) == [("full", 0, 80, 0, 48)]
+
+
+def test_masked_rectangles_span_64_tiles() -> None:
+    """Of 20 × 5 tiles: 12 rows of 5 tiles, and 8."""
+    work = work_of(lambda b, h, q, kv: (q + kv) % 3 > 0, [(0, 320)], [(1000, 80)], block=16)
+    assert sorted((r.q0, r.q1) for r in rectangles(work)) == [(0, 192), (192, 320)]
+
+
+def test_masks_are_evaluated_in_64_tiles_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = work_of(causal, [(0, 1600)], [(0, 32)], block=16)
+    spans = [(16 * i, 16, 16 * i) for i in range(100)]
+    tiles, counts = _MaskTiles(work, 0, 0, spans, spans[:2]), []
+    program = tiles._program
+    monkeypatch.setattr(tiles, "_program", lambda *args: counts.append(len(args[2])) or program(*args))
+    assert tiles.all_true([(i, 1) for i in range(100)]) == [i > 1 for i in range(100)] and counts == [64, 36]
+
+
+def test_caches_of_covers_and_positions_are_bounded() -> None:
+    work = work_of(causal, [(16, 40)], [(0, 64)], block=16)
+    tilings = [shard([(16, 40)], 16) for _ in range(20)]
+    for tiling in tilings:
+        rectangles(replace(work, q_tiles=tiling))
+    assert _covers_of.count(work.table) == 16
+    devices = [torch.device("cpu"), *(torch.device("meta", i) for i in range(20))]
+    for device in devices:
+        tilings[0].positions(device)
+    assert _positions.count(tilings[0]) == 16
 
 
 def test_a_square_ends_where_rows_or_positions_do_not_go_on() -> None:

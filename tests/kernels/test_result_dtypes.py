@@ -15,7 +15,7 @@ import longspan as ls
 from longspan._kernels import aten
 from longspan._kernels.dense import Scoring, dense_attention
 from longspan._kernels.invariant_tiles import row_delta
-from longspan._kernels.protocol import State, plain_delta
+from longspan._kernels.protocol import AttentionInputs, Capabilities, State, plain_delta
 from longspan._kernels.registry import kernel_named
 from longspan._masks.tracing import trace
 
@@ -73,6 +73,15 @@ def test_results_are_wide_between_steps_and_in_the_dtype_of_q_at_last(name: str,
         for grad_lse in (None, state.lse):
             grads = backward(kernel, q, k, v, state.out, state.lse, grad, grad_lse, work, wide=is_wide)
             assert {g.dtype for g in (grads.q, grads.k, grads.v)} == {wide if is_wide else dtype}
+
+
+@pytest.mark.parametrize("name", ["cpu", "flash", "aten"])
+def test_torchs_kernels_have_no_optional_capability(name: str) -> None:
+    q, k, v, _ = tensors(FP32)
+    capabilities = kernel_named(name).capabilities(AttentionInputs(q=q, k=k, v=v), parts(full))
+    assert capabilities == Capabilities(
+        unsupported=None, two_kv_buffers=False, concurrent_backward=False, rounds_kv_grads_once=False
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("delta", [plain_delta, row_delta])

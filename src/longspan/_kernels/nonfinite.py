@@ -15,7 +15,7 @@ from longspan._kernels.protocol import state_dtype
 from longspan._torch_private import is_batched_gradient
 
 
-def largest_norm(dtype: torch.dtype, scale: float = 1.0) -> float:
+def largest_norm(dtype: torch.dtype, scale: float) -> float:
     """The norm below which the product of two vectors, times `scale`, is finite in `dtype`."""
     return 0.5 * (torch.finfo(dtype).max / max(1.0, abs(scale))) ** 0.5
 

@@ -48,9 +48,7 @@ MAX_SHARED_DIM = 512  # elements that keys and values share
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def unsupported_reason(
-    q: Tensor, dims: tuple[int, int], work: PagedWork, *, sequences: int, longest: int, shared: bool = False
-) -> str | None:
+def unsupported_reason(q: Tensor, dims: tuple[int, int], work: PagedWork, *, sequences: int, longest: int, shared: bool) -> str | None:
     """The reason why the decode kernels do not support a call; else None. `longest`: tokens of the longest sequence.
 
     shared: values are the first dims[1] elements of keys.
@@ -70,8 +68,8 @@ def unsupported_reason(
     return next((r for p in (work.mask, work.score) if (r := codegen.unsupported(p, None, options)) is not None), None)
 
 
-def split_rule(kv_heads: int, *, shared: bool, by: SplitKernel | None = None, heads: int = 0) -> SplitRule:
-    """How sequences are split. shared: keys hold the values. heads: query heads, if `by` is not None."""
+def split_rule(kv_heads: int, *, shared: bool, heads: int, by: SplitKernel | None = None) -> SplitRule:
+    """How sequences are split. shared: keys hold the values. heads: query heads."""
     if by is not None:
         return SplitRule(SMALLEST_SPLIT, by.coarse, by.share(heads // kv_heads) * kv_heads)
     return SplitRule(SMALLEST_SPLIT, COARSE_SPLIT if shared else 0, 4 * kv_heads, 0 if shared else GROUP_TOKENS)
@@ -186,7 +184,7 @@ def attend_contiguous(q: Tensor, k: Tensor, v: Tensor, work: PagedWork) -> tuple
 def contiguous_launch(q: Tensor, k: Tensor, v: Tensor, work: PagedWork, results: tuple[Tensor, Tensor]) -> DecodeLaunch:
     """The launches of `attend_contiguous` that fill out and lse."""
     rows = tile_rows(q.shape[2] * (q.shape[1] // k.shape[1]), v.shape[-1], q.dtype)
-    rule = split_rule(k.shape[1], shared=False)
+    rule = split_rule(k.shape[1], shared=False, heads=q.shape[1])
     split = rule.counts([k.shape[2]])
     every = split._replace(all_groups=q.shape[0] * split.groups, tokens=q.shape[0] * k.shape[2])
     needed = RESIDENT if _reads_tensors(work) else 1

@@ -30,11 +30,11 @@ class DecodeSizes(NamedTuple):
     splits: int
     tile_rows: int
     rule: SplitRule
+    joined: int
+    groups: int
+    grouped: bool
     shared: bool = False
     by: SplitKernel | None = None
-    joined: int = 1
-    groups: int = 1
-    grouped: bool = False
     taken: tuple[int, int] = (0, 0)
     graphed: bool = False
 
