@@ -73,6 +73,10 @@ def integers(name: str, x: Tensor, y: Tensor | None, swapped: bool = False) -> M
     return mod
 
 
+def looked_up(*indices: Tensor) -> Tensor:
+    return sum((LINE[i] for i in indices), start=LINE[0])
+
+
 def number(fn: Callable[[Tensor, Tensor], Tensor]) -> Mod:
     return lambda b, h, q, kv: fn(q - kv, q) >= h
 
@@ -99,6 +103,10 @@ SCORES: dict[str, Mod] = {
     "clipped": score(lambda s, q, kv: functional.leaky_relu(s) + functional.leaky_relu(s, 0.3) + functional.hardtanh(s, -2, 3)),
     "hardtanh": score(lambda s, q, kv: functional.hardtanh(s) + functional.relu6(s) + functional.softplus(s)),
     "softplus": score(lambda s, q, kv: functional.softplus(s, 2.0, 15.0) + functional.threshold(s, 0.5, 0.25)),
+    "left out": score(
+        lambda s, q, kv: functional.softplus(s, 2.0) + functional.softplus(s, threshold=9.0) + functional.hardtanh(s, -2, 1)
+        + functional.hardtanh(s, max_val=3.0) + torch.ops.aten.hardtanh(s * 2)
+    ),
     "clamps": score(lambda s, q, kv: s.clamp(min=-3) + s.clamp(max=4) + s.clamp(-1, 2) + torch.clamp_min(s, 5) + torch.clamp_max(s, 6)),
     "clamps of integers": score(lambda s, q, kv: s + (q - kv).clamp(min=-3) + (q - kv).clamp(max=4) + (q - kv).clamp(-1, 2)),
     "addc": score(lambda s, q, kv: torch.addcmul(s, s, s, value=0.5) + torch.addcdiv(s, s, s + 2)),
@@ -115,6 +123,14 @@ SCORES: dict[str, Mod] = {
     "kinds": score(lambda s, q, kv: s + (q > kv) * 2 + (q > kv).int() + FLAGS[q] + BYTES[kv] + (s > 0) * s + s.int() + s.long()),
     "float checks": score(lambda s, q, kv: torch.where(torch.isnan(s) | torch.isinf(s * 2) | ~torch.isfinite(s + 1), 0.0, s)),
     "copies": score(lambda s, q, kv: s.clone() + s.detach() * (q.clone() + kv.int()).float()),
+    "small integers": score(
+        lambda s, q, kv: s + q // 3 + (q & 7) + (q - kv) % 5 + SMALL[q].square() + (q - kv).abs() - (-q) + torch.minimum(q, kv)
+        + (q + kv) * 2 + (q << 1) + (q >> 1) + torch.sign(q - kv) + (~q)
+    ),
+    "decimals": score(lambda s, q, kv: torch.round(s, decimals=2)),
+    "zero and one": score(lambda s, q, kv: s / 0 + s / 1 + s / -8 + s / -1 + s / float("inf") + 0.0**s + 1**s),
+    "negative base": score(lambda s, q, kv: (-2.0) ** s),
+    "rsub of a number": score(lambda s, q, kv: torch.rsub(s, 5, alpha=3) + torch.add(q, 5, alpha=3) + torch.rsub(kv, 7, alpha=2)),
     "minimum": score(lambda s, q, kv: s + torch.minimum(q, kv) + torch.maximum(q - 3, kv) - torch.maximum(q - 9, kv - 8)),
     "bool sums": score(lambda s, q, kv: s + ((q > 3) + (kv > 5)) + (q > 3) * (kv > 5)),
     "sizes": lambda s, b, h, q, kv: s + CUBE[b, 2, q % 6] + CUBE[kv % 4, 1, 3],
@@ -144,6 +160,36 @@ MASKS: dict[str, Mod] = {
     "narrow choices": lambda b, h, q, kv: (torch.maximum(SMALL[q], SMALL[kv]) > 3) & (SMALL[q].clamp(-3, 200) > 1) & ((~SMALL[q]) > 0),
     "narrow words": lambda b, h, q, kv: (WORDS[q] + WORDS[kv] > 3) & (WORDS[q] * 5 > 3) & (WORDS[kv] + q > 0) & (SHORT[q] << 2 > 5),
     "conversions": lambda b, h, q, kv: ((q / 3).int() > kv) & ((kv / 5).long() > h) & (q.int() > 2) & (q.float() > 3) & (q.to(torch.int8) > 1),  # noqa: E501
+    "indices that may be negative": lambda b, h, q, kv: looked_up(
+        torch.div(q - kv, 3, rounding_mode="trunc"), ~q, kv << h, q * (q - kv), q * 2**40, q * (2**40 + 1), torch.fmod(q - kv, 7),
+        (q - kv) % (h - 4), -q, (q - kv) ** 2, torch.minimum(q - 9, kv), (q - kv) & 7, (q - kv) << 2, (q - kv) >> 1, (q - kv) >> h,
+        torch.where(q > kv, q - kv, 0), q - 1, torch.sign(q - kv), (q - kv) // 8, (q - kv) // 3, torch.div(q, h - 4, rounding_mode="trunc"),
+        q // (h - 4), q % (h - 4), (q - kv) | 3, q ^ (kv - 1), (q / 3).int(), (q - kv).clamp(max=9), WORDS[q],
+    ) > h,
+    "indices that are not": lambda b, h, q, kv: looked_up(
+        q // 3, q // 8, kv << 2, q * kv, q + kv, (q - kv) % 7, (q - kv) % 8, (q - kv) % (h + 3), q % (h + 3), (q - kv).abs(),
+        (q - kv).square(), q**2, torch.maximum(q - 9, kv), torch.minimum(q, kv), q & kv, q | 3, q ^ kv, q >> 1, q >> h, q << 70,
+        torch.where(q > kv, q, kv), (q > kv).long(), (q > kv).int(), torch.div(q, 3, rounding_mode="trunc"), BYTES[q].long(), q.clone(),
+        (q - kv).clamp(min=0), torch.relu(q - kv), q.masked_fill(q > 3, 2), h, b, q // 1, torch.fmod(q, 7),
+    ) > h,
+    "largest sums in 32 bits": lambda b, h, q, kv: (
+        (torch.sign(q - kv) * (2**31 - 1) > h) & (torch.minimum(q, kv * 200) + kv * 200 > h) & ((~q) + (2**31 - 2**23 - 2) > h)
+        & ((~q) + (2**31 - 2**23 - 1) > h) & ((q | kv) + (2**31 - 2**24) > h) & ((q | kv) + (2**31 - 2**24 + 1) > h)
+        & ((q << 7) + 2**30 - 1 > h) & (q << 8 > h) & ((q << 64) + (2**31 - 1) > h) & ((q > kv).long() + (2**31 - 2) > h)
+        & ((q > kv).long() + (2**31 - 1) > h) & (torch.where(q > 3, q, 5) + (2**31 - 2**23 - 1) > h) & ((q / 3).long() + 1 > h)
+        & ((q / 3).int() + 1 > h) & (q.square() + 1 > h) & (q * 255 + 2**23 - 1 > h) & (q * 256 > h)
+        & (q // 3 + (2**31 - 2**23 - 1) > h) & ((q - kv) % 9 + (2**31 - 10) > h) & ((q - kv) % 9 + (2**31 - 9) > h)
+        & (q % (2**30) + 2**30 - 1 > h) & ((q - kv) % 8 + (2**31 - 9) > h) & (torch.fmod(q - kv, 9) + (2**31 - 10) > h)
+        & ((q >> 2) + (2**31 - 2**23 - 1) > h) & (h + (2**31 - 2**20 - 1) > q) & (h + (2**31 - 2**20) > q)
+    ),
+    "largest sums of tables": lambda b, h, q, kv: (
+        (BYTES[q].long() + (2**31 - 2**8 - 1) > h) & (SHORT[q].long() + (2**31 - 2**15 - 1) > h) & (WORDS[q].long() + 1 > h)
+        & (SMALL[q].long() + (2**31 - 2**7 - 1) > h) & (SMALL[q].long() + (2**31 - 2**7) > h) & (FLAGS[q].long() + (2**31 - 2) > h)
+        & (SMALL[q].long() ** 2 + (2**31 - 2**14 - 1) > h) & (SMALL[q].long().square() + (2**31 - 2**14) > h)
+    ),
+    "numbers": lambda b, h, q, kv: (q - 2**31 > kv - 2**31 - 1) & (q == 2**31 - 1) & (q < 2**31) & (kv != -(2**31)) & (q + 0 > -0.5),
+    "other powers": lambda b, h, q, kv: q**9 > kv,
+    "no power": lambda b, h, q, kv: q**0 > kv,
     "documents": ls.causal() & ls.documents(ids=torch.arange(57) // 9),
     "window": ls.sliding_window(10, 5) | ls.prefix(7),
 }  # fmt: skip

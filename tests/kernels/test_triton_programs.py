@@ -73,6 +73,7 @@ OPERATIONS: dict[str, Mod] = {
     "logic": lambda s, b, h, q, kv: s + torch.logical_or(q > 5, torch.logical_not(kv > 9)).to(s.dtype) + (q & 6) + (q | kv) + (q ^ kv) + ~q,
     "not_of_integers": lambda s, b, h, q, kv: s + torch.logical_not(q % 3) + torch.logical_not(q * 65536 * 65536) + ~(q == kv) + ~(kv % 2),
     "activations": lambda s, b, h, q, kv: torch.nn.functional.gelu(s) + torch.nn.functional.softplus(s) + torch.nn.functional.leaky_relu(s),
+    "settings left out": lambda s, b, h, q, kv: torch.nn.functional.softplus(s, 2.0) + torch.nn.functional.hardtanh(s * 3, -2, 1),
     "gelu_tanh": lambda s, b, h, q, kv: torch.nn.functional.gelu(s, approximate="tanh") + torch.nn.functional.hardtanh(s),
     "conversions": lambda s, b, h, q, kv: torch.round(s).to(torch.bfloat16).float() + s.int() + (q == kv).float() + torch.tensor(2.5),
     "fused": lambda s, b, h, q, kv: torch.lerp(s, -s, 0.25) + torch.addcmul(s, s, s, value=2) + torch.rsub(s, 3, alpha=2),

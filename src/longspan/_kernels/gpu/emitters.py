@@ -84,12 +84,9 @@ def result_type(node: Node) -> str:
 
 
 def common(values: list[Value]) -> str:
-    """The promoted type of values: the widest float, else the widest integer, else bool."""
+    """The type in which operands of these types are compared or added: the widest float, else the widest integer."""
     types = {v.type for v in values}
-    tensors = {v.type for v in values if v.literal is None} or types
-    if types & set(FLOATS):
-        return "float64" if "float64" in tensors else "float32"
-    return "int64" if "int64" in types else "int32" if "int32" in types else "bool"
+    return next((type for type in ("float64", "float32", "int64") if type in types), "int32")
 
 
 def _apply(e: Emitter, template: str, values: list[Value], type: str, **known: Any) -> Value:
@@ -144,10 +141,7 @@ def _add(e: Emitter, node: Node, args: list[Any]) -> Value:
     name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
     a, b = (args[1], args[0]) if name == "rsub" else args[:2]
     alpha = node.kwargs.get("alpha", args[2].literal if len(args) > 2 else 1)
-    if name == "rsub":
-        a, b = a, _scaled(e, node, b, alpha)
-    else:
-        b = _scaled(e, node, b, alpha)
+    b = _scaled(e, node, b, alpha)
     sign = "+" if name == "add" else "-"
     type = result_type(node)
     if type in FLOATS:
@@ -172,7 +166,7 @@ def _multiply(e: Emitter, node: Node, values: list[Value]) -> Value:
 
 @emits("mul")
 def _mul(e: Emitter, node: Node, args: list[Any]) -> Value:
-    return _multiply(e, node, args[:2])
+    return _multiply(e, node, args)
 
 
 def _quotient(type: str, *, rounded: bool) -> str:
@@ -190,7 +184,7 @@ def _divide(e: Emitter, node: Node, a: Value, b: Value, type: str) -> Value:
 
 @emits("div", "floor_divide")
 def _div(e: Emitter, node: Node, args: list[Any]) -> Value:
-    a, b = args[:2]
+    a, b = args
     floor = node.target.overloadpacket.__name__ == "floor_divide"  # type: ignore[union-attr]
     mode = "floor" if floor else node.kwargs.get("rounding_mode")
     type = result_type(node)
@@ -219,7 +213,7 @@ def _floor_div(e: Emitter, a: Value, b: Value) -> Value:
 
 @emits("remainder", "fmod")
 def _remainder(e: Emitter, node: Node, args: list[Any]) -> Value:
-    a, b = args[:2]
+    a, b = args
     floor = node.target.overloadpacket.__name__ == "remainder"  # type: ignore[union-attr]
     type = result_type(node)
     if type in FLOATS:
@@ -243,7 +237,7 @@ def _same_sign_ops(e: Emitter, node: Node, args: list[Any]) -> Value:
 
 @emits("pow")
 def _pow(e: Emitter, node: Node, args: list[Any]) -> Value:
-    base, exponent = args[:2]
+    base, exponent = args
     type = result_type(node)
     n = exponent.literal
     if n is not None and float(n).is_integer() and 0 < n <= 8:
@@ -269,7 +263,7 @@ def _pow(e: Emitter, node: Node, args: list[Any]) -> Value:
 def _tanh(e: Emitter, node: Node, args: list[Any]) -> Value:
     type = result_type(node)
     fast = e.options.fast and not e.options.interpreted and type == "float32" and node not in e.decisive
-    return _apply(e, "tanh_fast({0})" if fast else _form(e, "tanh", exact=_decides(e, node, type)), args[:1], type)
+    return _apply(e, "tanh_fast({0})" if fast else _form(e, "tanh", exact=_decides(e, node, type)), args, type)
 
 
 @emits("floor", "ceil", "trunc", "round", "frac")
@@ -277,14 +271,14 @@ def _round(e: Emitter, node: Node, args: list[Any]) -> Value:
     name, type = node.target.overloadpacket.__name__, result_type(node)  # type: ignore[union-attr]
     if type in INTS:
         return args[0]
-    if node.kwargs.get("decimals") or len(args) > 1:
+    if node.kwargs.get("decimals"):
         raise _no(node, "with decimals")
-    return _apply(e, "{0} - truncate({0})" if name == "frac" else _ROUNDING[name], args[:1], type)
+    return _apply(e, "{0} - truncate({0})" if name == "frac" else _ROUNDING[name], args, type)
 
 
 @emits("sgn", "sign")
 def _sign(e: Emitter, node: Node, args: list[Any]) -> Value:
-    return _apply(e, "sign({0})", args[:1], result_type(node), bound=1)
+    return _apply(e, "sign({0})", args, result_type(node), bound=1)
 
 
 @emits(*_EXTREME)
@@ -301,6 +295,11 @@ def _pick(e: Emitter, name: str, a: Value, b: Value, type: str) -> Value:
     return _integer(e, f"{_EXTREME[name]}({{0}}, {{1}})", [a, b], max(a.bound, b.bound), nonneg=nonneg)
 
 
+def _completed(args: list[Any], *defaults: float) -> list[Any]:
+    """An operand and its settings, of which torch leaves out the last ones if they have their defaults."""
+    return [*args, *map(constant, defaults[len(args) - 1 :])]
+
+
 @emits("clamp", "clamp_min", "clamp_max", "hardtanh", "relu")
 def _clamp(e: Emitter, node: Node, args: list[Any]) -> Value:
     name, type = node.target.overloadpacket.__name__, result_type(node)  # type: ignore[union-attr]
@@ -310,7 +309,7 @@ def _clamp(e: Emitter, node: Node, args: list[Any]) -> Value:
     elif name == "clamp_max":
         high = args[1] if len(args) > 1 else high
     elif name == "hardtanh":
-        low, high = (args[1], args[2]) if len(args) > 2 else (constant(-1.0), constant(1.0))
+        _, low, high = _completed(args, -1.0, 1.0)
     else:
         low = args[1] if len(args) > 1 else low
         high = args[2] if len(args) > 2 else high
@@ -323,20 +322,19 @@ def _clamp(e: Emitter, node: Node, args: list[Any]) -> Value:
 @emits(*_COMPARE)
 def _compare(e: Emitter, node: Node, args: list[Any]) -> Value:
     sign = _COMPARE[node.target.overloadpacket.__name__]  # type: ignore[union-attr]
-    type = common(args[:2])
-    return _apply(e, f"{{0}} {sign} {{1}}", args[:2], "int32" if type == "bool" else type, out="bool")
+    return _apply(e, f"{{0}} {sign} {{1}}", args, common(args), out="bool")
 
 
 @emits(*_LOGIC)
 def _logic(e: Emitter, node: Node, args: list[Any]) -> Value:
-    return _apply(e, f"{{0}} {_LOGIC[node.target.overloadpacket.__name__]} {{1}}", args[:2], "bool")  # type: ignore[union-attr]
+    return _apply(e, f"{{0}} {_LOGIC[node.target.overloadpacket.__name__]} {{1}}", args, "bool")  # type: ignore[union-attr]
 
 
 @emits("logical_not", "bitwise_not")
 def _not(e: Emitter, node: Node, args: list[Any]) -> Value:
     if result_type(node) == "bool":
-        return _apply(e, "{0} == 0", args[:1], args[0].type if args[0].type != "bool" else "int32", out="bool")
-    return _integer(e, "-1 - {0}", args[:1], args[0].bound + 1)
+        return _apply(e, "{0} == 0", args, common(args), out="bool")
+    return _integer(e, "-1 - {0}", args, args[0].bound + 1)
 
 
 @emits(*_BITS)
@@ -344,8 +342,8 @@ def _bits(e: Emitter, node: Node, args: list[Any]) -> Value:
     name, type = node.target.overloadpacket.__name__, result_type(node)  # type: ignore[union-attr]
     template = f"{{0}} {_BITS[name]} {{1}}"
     if type == "bool":
-        return _apply(e, template, args[:2], "bool")
-    a, b = args[:2]
+        return _apply(e, template, args, "bool")
+    a, b = args
     bound = (1 << max(a.bound.bit_length(), b.bound.bit_length())) - 1
     return _integer(e, template, [a, b], bound, nonneg=a.nonneg and b.nonneg)
 
@@ -353,7 +351,7 @@ def _bits(e: Emitter, node: Node, args: list[Any]) -> Value:
 @emits("bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__")
 def _shift(e: Emitter, node: Node, args: list[Any]) -> Value:
     """A shift. By less than 0 or more than the width, torch shifts everything out; on a GPU the result is undefined."""
-    a, b = args[:2]
+    a, b = args
     known = type(b.literal) is int
     if "left" in str(node.target) or "lshift" in str(node.target):
         if not known:
@@ -378,13 +376,13 @@ def _classify(e: Emitter, node: Node, args: list[Any]) -> Value:
         "signbit": "{0} < 0",
     }
     type = args[0].type if args[0].type in FLOATS else "float32"
-    return _apply(e, templates[name], args[:1], type, out="bool")
+    return _apply(e, templates[name], args, type, out="bool")
 
 
 def _choose(e: Emitter, condition: Value, a: Value, b: Value, type: str) -> Value:
     condition = e.hold(materialized(condition)) if condition.literal is not None else condition
     if type in INTS:
-        type = common([a, b]) if common([a, b]) in INTS else "int32"
+        type = common([a, b])
     text = f"tl.where({e.text(condition, 'bool')}, {e.text(a, type)}, {e.text(b, type)})"
     return e.let(text, [condition, a, b], type=type, bound=max(a.bound, b.bound), nonneg=a.nonneg and b.nonneg)
 
@@ -403,7 +401,7 @@ def _masked_fill(e: Emitter, node: Node, args: list[Any]) -> Value:
 def _addc(e: Emitter, node: Node, args: list[Any]) -> Value:
     type, scale = result_type(node), float(node.kwargs.get("value", 1))  # type: ignore[arg-type]
     part = "{1} * {2}" if "mul" in str(node.target) else "tl.div_rn({1}, {2})" if _decides(e, node, type) else "{1} / {2}"
-    return _apply(e, f"{{0}} + {scale!r} * ({part})", args[:3], type)
+    return _apply(e, f"{{0}} + {scale!r} * ({part})", args, type)
 
 
 @emits("_to_copy", "clone", "detach", "alias", "lift_fresh_copy")
@@ -430,8 +428,7 @@ def _filled(e: Emitter, node: Node, args: list[Any]) -> Value:
 
 @emits("leaky_relu")
 def _leaky(e: Emitter, node: Node, args: list[Any]) -> Value:
-    slope = args[1] if len(args) > 1 else constant(0.01)
-    return _apply(e, "tl.where({0} > 0, {0}, {0} * {1})", [args[0], slope], result_type(node))
+    return _apply(e, "tl.where({0} > 0, {0}, {0} * {1})", _completed(args, 0.01), result_type(node))
 
 
 @emits("softplus", "gelu", "threshold_backward", "leaky_relu_backward", "hardtanh_backward", "gelu_backward", "softplus_backward")
@@ -439,14 +436,13 @@ def _activation(e: Emitter, node: Node, args: list[Any]) -> Value:
     name, type = node.target.overloadpacket.__name__, result_type(node)  # type: ignore[union-attr]
     if "gelu" in name:
         stem = "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu"
-        return _apply(e, f"{stem}({{0}})" if name == "gelu" else f"{stem}_grad({{0}}, {{1}})", args[: 1 if name == "gelu" else 2], type)
+        return _apply(e, f"{stem}({{0}})" if name == "gelu" else f"{stem}_grad({{0}}, {{1}})", args, type)
     if name == "softplus":
-        beta, threshold = args[1:3] if len(args) > 2 else (constant(1.0), constant(20.0))
-        return _apply(e, "softplus({0}, {1}, {2})", [args[0], beta, threshold], type)
+        return _apply(e, "softplus({0}, {1}, {2})", _completed(args, 1.0, 20.0), type)
     template = {
         "threshold_backward": "tl.where({1} > {2}, {0}, 0.0)",
         "leaky_relu_backward": "tl.where({1} > 0, {0}, {0} * {2})",
         "hardtanh_backward": "tl.where(({1} > {2}) & ({1} < {3}), {0}, 0.0)",
         "softplus_backward": "tl.where({1} * {2} > {3}, {0}, {0} * sigmoid({1} * {2}))",
     }[name]
-    return _apply(e, template, [a for a in args if isinstance(a, Value)][:4], type)
+    return _apply(e, template, args, type)
