@@ -103,6 +103,8 @@ def test_ascending_runs_have_full_runs_between_partial_ones() -> None:
         [(2, 2), (4, 6), (7, 7)], [(1, 3)], [(0, 1)], [(0, 0), (2, 2), (6, 7), (8, 8)], [], [(2, 2), (3, 3), (4, 4), (5, 6)]
     ]  # fmt: skip
     assert lead.tolist() == [0, 1, 1, 2, 0, 0] and lead.dtype == torch.int32
+    full, partial, _ = launch.ascending_runs(runs_of([[(0, 1)], [(0, 0)]]), runs_of([[(5, 5)], [(2, 2)]]), 2)
+    assert (lists(full), lists(partial)) == ([[(0, 1)], [(0, 0)]], [[(5, 5)], [(2, 2)]])
     empty = launch.ascending_runs(runs_of([[], []]), runs_of([[], []]), 2)
     assert lists(empty[0]) == lists(empty[1]) == [[], []] and empty[2].tolist() == [0, 0]
     assert all(x.dtype == torch.int32 for runs in (full, partial) for x in runs)
@@ -208,6 +210,7 @@ def test_padded_dims() -> None:
         (12, 1, 100, 200, 10, 21, 3),  # three heads fill the device
         (12, 1, 100, 200, 10, 20, 2),
         (12, 1, 100, 200, 10, 41, 6),  # five heads would; 5 is no divisor of 12
+        (12, 1, 100, 500, 10, 41, 6),  # five heads fit and fill the device
         (12, 1, 100, 300, 1, 99, 12),
         (12, 1, 0, 7, 0, 3, 6),
         (7, 1, 100, 300, 10, 5, 1),

@@ -25,6 +25,7 @@ from longspan._masks.tracing import trace
 Mod = Callable[..., Tensor]
 SMALL, LARGE = 250, 20_000
 SHORT, HEADS = torch.randn(32), torch.randn(3)
+NEAR, FAR = torch.tensor(32), torch.tensor(40)
 CODES = torch.arange(2 * LARGE) % 32
 ODD = CODES.clone()
 ODD[13_001] = 32
@@ -57,11 +58,16 @@ OUTSIDE: dict[str, tuple[Mod | None, Mod]] = {
     "query": (window(7), lambda s, b, h, q, kv: s + SHORT[q // 7]),
     "key": (window(7), lambda s, b, h, q, kv: s * SHORT[kv]),
     "guarded too late": (causal, lambda s, b, h, q, kv: torch.where(q - kv < 40, SHORT[q - kv] + s, s)),
+    "a captured distance": (causal, lambda s, b, h, q, kv: torch.where(q - kv < FAR, SHORT[q - kv] + s, s)),
+    "a constant tensor": (causal, lambda s, b, h, q, kv: torch.where(q - kv < torch.tensor(40), SHORT[q - kv] + s, s)),
+    "a later condition": (causal, lambda s, b, h, q, kv: torch.where(SHORT[(q - kv).clamp(max=31)] > -100, SHORT[q - kv] + s, s)),
     "constant": (causal, lambda s, b, h, q, kv: s + SHORT[h * 0 + 32]),
 }
 INSIDE: dict[str, tuple[Mod | None, Mod]] = {
     "masked": (window(32), lambda s, b, h, q, kv: s + SHORT[q - kv]),
     "where": (None, lambda s, b, h, q, kv: torch.where((q - kv).abs() < 32, s + SHORT[(q - kv).abs()], s)),
+    "a captured distance": (causal, lambda s, b, h, q, kv: torch.where(q - kv < NEAR, SHORT[q - kv] + s, s)),
+    "a constant tensor": (causal, lambda s, b, h, q, kv: torch.where(q - kv < torch.tensor(32), SHORT[q - kv] + s, s)),
     "other branch": (causal, lambda s, b, h, q, kv: torch.where(q - kv >= 32, s, s + SHORT[q - kv])),
     "filled": (causal, lambda s, b, h, q, kv: s + SHORT[q - kv].masked_fill(q - kv > 31, 0.0)),
     "factor": (causal, lambda s, b, h, q, kv: s + SHORT[q - kv] * (q - kv < 32)),
@@ -94,6 +100,44 @@ def test_one_bad_entry_in_a_long_index_table_is_detected(side: str) -> None:
         check_lookups(work(window(50), score, LARGE), 1, 1)
     seldom: Mod = lambda b, h, q, kv: (q >= kv) & (q != 13_001) & (kv != 13_001)
     check_lookups(work(seldom, score, LARGE), 1, 1)
+
+
+def test_the_last_entry_of_an_index_table_may_be_the_bad_one() -> None:
+    codes = torch.zeros(SMALL, dtype=torch.int64)
+    codes[-1] = 40
+    with pytest.raises(ValueError, match="query 249"):
+        check_lookups(work(causal, lambda s, b, h, q, kv: s + SHORT[codes[q]], SMALL), 1, 1)
+    hidden: Mod = lambda b, h, q, kv: q < SMALL - 1
+    check_lookups(work(hidden, lambda s, b, h, q, kv: s + SHORT[codes[q]], SMALL), 1, 1)
+
+
+@pytest.mark.parametrize("axis", range(4))
+def test_bounds_prove_lookups_by_the_sizes_of_their_axis(axis: int) -> None:
+    """3 batch rows, 5 heads, 7 queries, 11 keys: an index of twice the position needs one entry less than twice the size."""
+    ends = (3, 5, 7, 11)
+
+    def inside(entries: int, ends: tuple[int, int, int, int] = ends) -> bool:
+        table = torch.randn(entries)
+        traced = trace(lambda s, *places: s + table[places[axis] * 2], "score")
+        return lookups.stays_inside(traced.program, traced.captured(), ends)
+
+    size = 2 * ends[axis] - 1
+    assert inside(size) and not inside(size - 1)
+    assert inside(1, ends=(3, 0, 7, 11)) and not inside(1, ends=(3, 2, 7, 11) if axis != 1 else (1, 2, 7, 11))
+
+
+def test_of_many_places_batch_rows_and_heads_some_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = work(lambda b, h, q, kv: q + b + h >= kv, lambda s, b, h, q, kv: s + SHORT[CODES[q] + 1] + HEADS[CODES[b * h] % 3], SMALL)
+    assert here.score is not None
+    place = torch.arange(6)
+    b, h, *_ = lookups._indices_at(Pairs(place, place, place, place), here.score, here, 9, 11)
+    assert (b.flatten().tolist(), h.flatten().tolist()) == ([0, 8], [0, 3, 6, 10])
+    places: list[Tensor] = []
+    around = lookups.around
+    monkeypatch.setattr(lookups, "around", lambda *args: (places.append(args[3]), around(*args))[1])
+    odd = torch.full((LARGE,), 40)
+    check_lookups(work(lambda b, h, q, kv: q >= kv + LARGE - 1, lambda s, b, h, q, kv: s + SHORT[odd[q] * (q != LARGE - 1)], LARGE), 1, 1)
+    assert [len(p) for p in places] == [64]
 
 
 def test_a_mask_out_of_bounds_between_tile_corners_raises() -> None:

@@ -67,6 +67,22 @@ def test_few_pairs_are_all_taken_and_of_many_a_sample_with_the_corners_of_tiles(
         assert {(b, h, q + x, kv + y) for x in (0, m - 1) for y in (0, n - 1)} <= some
 
 
+def test_a_large_table_has_two_to_the_17_sampled_pairs() -> None:
+    """Of 600 rows of 20 tiles, 512 rows and 8 tiles each; around given positions, 16 of them in 16 tiles of 4 heads."""
+    table = ls.mask_mod(lambda b, h, q, kv: q >= 0 * h).block_table(16 * 600, 16 * 20, block=16, heads=7)
+    rows, columns = Tiling(length=16 * 600, block=16), Tiling(length=16 * 20, block=16)
+    assert sample_pairs.sampled(table, rows, columns).q.shape == (1 << 17,)
+    _, h, q, kv = sample_pairs.around(table, rows, columns, torch.tensor([5, 900]))
+    assert {*h.tolist()} == {0, 2, 4, 6} and {*q.tolist()} == {5, 900} and len(kv) == 4 * 2 * 16 * 16
+
+
+@pytest.mark.parametrize("tiles", [1024, 1025])
+def test_tables_of_up_to_two_to_the_18_pairs_are_taken_whole(tiles: int) -> None:
+    table = ls.full().block_table(16 * tiles, 16, block=16)
+    pairs = sample_pairs.sampled(table, Tiling(length=16 * tiles, block=16), Tiling(length=16, block=16))
+    assert len(pairs.q) == (1 << 18 if tiles == 1024 else 512 * 256)
+
+
 def test_rows_without_tiles_have_no_pairs() -> None:
     table = ls.mask_mod(lambda b, h, q, kv: (kv <= q) & (q >= 20)).block_table(Q_LEN, KV_LEN, block=BLOCK)
     rows, columns = tiling(Q_LEN, BLOCK[0], arrays=False), tiling(KV_LEN, BLOCK[1], arrays=False)
@@ -113,5 +129,8 @@ def test_chosen_pairs_are_the_corners_of_chosen_blocks(rows_of_indices: int) -> 
             q, kv = (row * 4, min(row * 4 + 3, 13)), (block * 8, min(block * 8 + 7, 36))
             wanted |= set(product(batch, (choice * 3, choice * 3 + 2), q, kv))
     assert made == wanted
+    many = torch.arange(10_000, dtype=torch.int32).view(1, 2, 5, 1000)
+    pairs = sample_pairs.chosen_pairs(Selection(indices=many, granularity=8, q_granularity=4, heads_per_choice=3), 14, 80_000, 3)
+    assert pairs[0].shape == (1, 1, 16 * (8192 + 2)) and {0, 79_999} <= {*pairs[3].flatten().tolist()}
     nothing = Selection(indices=indices.fill_(-1), granularity=8, q_granularity=4, heads_per_choice=3)
     assert not any(t.numel() for t in sample_pairs.chosen_pairs(nothing, 14, 37, 3))

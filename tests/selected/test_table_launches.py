@@ -35,11 +35,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def tables_of(k: int, *, choices: int = 2, heads: int = 6, by_head: bool = False, **options: Any) -> SelectedTables:
-    """2 batch rows, 35 tiles of 128 queries in rows of 256, 11 tiles of 64 keys."""
-    indices = torch.zeros(2, choices, 18, k, dtype=torch.int32)
+    """2 batch rows, 33 tiles of 128 queries in rows of 256, 11 tiles of 64 keys."""
+    indices = torch.zeros(2, choices, 17, k, dtype=torch.int32)
     selection = Selection(indices=indices, granularity=64, q_granularity=256, heads_per_choice=heads // choices)
     mask = ls.mask_mod(lambda b, h, q, kv: kv <= q + 100 * h) if by_head else ls.causal()
-    table = mask.block_table(4402, 700, block=(128, 64), heads=heads if by_head else 1)
+    table = mask.block_table(4146, 700, block=(128, 64), heads=heads if by_head else 1)
     return SelectedTables(selection=selection, table=table, batch=2, heads=heads, dummy=True, **options)
 
 
@@ -60,22 +60,22 @@ def test_lists_by_query_tile(
     tables = tables_of(k, by_head=by_head)
     made = tables.of_pass(by_query=True, shared=3)
     (one,) = launches
-    assert one.kernel is selected_tables.rows_kernel and one.ctas == 2 * grid * 35 and one.num_warps == warps
+    assert one.kernel is selected_tables.rows_kernel and one.ctas == 2 * grid * 33 and one.num_warps == warps
     assert one.constants == {
-        "sizes": (35, 11, grid, copies, 18, 2), "choice_sizes": (2, 2, of_head), "kind_sizes": (1, 6 if by_head else 1), "room": room,
+        "sizes": (33, 11, grid, copies, 17, 2), "choice_sizes": (2, 2, of_head), "kind_sizes": (1, 6 if by_head else 1), "room": room,
         "K": k, "KP": width, "J": compared, "COPIES": copied, "DUMMY": True, "PAIRS": False,
     }  # fmt: skip
-    assert [len(made.full[0]), len(made.partial[0]), len(made.counts)] == [padded(2 * 2 * 6 * 35)] * 3
-    assert len(made.full[1]) == len(made.partial[2]) == padded(2 * grid * 35 * room)
-    assert one.tensors["kinds"].shape == (1, 6 if by_head else 1, 35, 11) and one.tensors["indices"] is tables.selection.indices
-    assert made.order.tolist() == [head * 35 + tile for head in range(12) for tile in reversed(range(35))]
+    assert [len(made.full[0]), len(made.partial[0]), len(made.counts)] == [padded(2 * 2 * 6 * 33)] * 3
+    assert len(made.full[1]) == len(made.partial[2]) == padded(2 * grid * 33 * room)
+    assert one.tensors["kinds"].shape == (1, 6 if by_head else 1, 33, 11) and one.tensors["indices"] is tables.selection.indices
+    assert made.order.tolist() == [head * 33 + tile for head in range(12) for tile in reversed(range(33))]
     assert tables.of_pass(by_query=True, shared=1) is made and len(launches) == 1
 
 
 def test_pairs_of_heads_of_a_choice_come_together(launches: list[Any]) -> None:
     made = tables_of(3, choices=3, head_pairs=True, kv_pairs=True).of_pass(by_query=True, shared=2)
     assert launches[0].constants["PAIRS"] and tables_of(3, head_pairs=True).signature == (True, False, True)
-    assert made.order.tolist() == [group * 70 + tile for group in range(6) for tile in reversed(range(35))]
+    assert made.order.tolist() == [group * 66 + tile for group in range(6) for tile in reversed(range(33))]
     assert query_order((2, 4, 3), 2, CPU).tolist() == [2, 8, 1, 7, 0, 6, 14, 20, 13, 19, 12, 18]
     assert query_order((2, 3, 2), 1, CPU).tolist() == [1, 3, 5, 0, 2, 4, 7, 9, 11, 6, 8, 10]
 
@@ -89,18 +89,18 @@ def test_lists_by_key_tile(
     bits, columns, order = launches
     assert bits.kernel is selected_tables.bits_kernel and bits.ctas == ctas  # 1024 entries each
     assert bits.constants == {
-        "entries": 2 * 2 * 35 * k, "rows": 18, "tiles": 35, "per_row": 2, "columns": 11, "words": 2, "K": max(1, k), "E": 1024,
+        "entries": 2 * 2 * 33 * k, "rows": 17, "tiles": 33, "per_row": 2, "columns": 11, "words": 2, "K": max(1, k), "E": 1024,
     }  # fmt: skip
     assert bits.tensors["bits"].numel() == 2 * 2 * 11 * 2 and not bits.tensors["bits"].any()
     assert columns.kernel is selected_tables.columns_kernel and columns.ctas == 2 * grid * 11 and columns.num_warps == 1
     assert columns.constants == {
-        "sizes": (11, 35, grid, copies), "choice_sizes": (2, 2, of_head), "kind_sizes": (1, 6 if by_head else 1), "WORDS": 2, "W": 2,
+        "sizes": (11, 33, grid, copies), "choice_sizes": (2, 2, of_head), "kind_sizes": (1, 6 if by_head else 1), "WORDS": 2, "W": 2,
         "COPIES": copied, "DUMMY": False,
     }  # fmt: skip
     assert columns.tensors["bits"].data_ptr() == bits.tensors["bits"].data_ptr() == columns.tensors["used"].data_ptr() + 16
-    assert columns.tensors["kinds"].shape == (1, 6 if by_head else 1, 11, 35)
+    assert columns.tensors["kinds"].shape == (1, 6 if by_head else 1, 11, 33)
     assert [len(made.full[0]), len(made.partial[0]), len(made.counts)] == [padded(2 * 2 * 6 * 11)] * 3
-    assert len(made.full[1]) == padded(2 * grid * 35 * min(k, 11))
+    assert len(made.full[1]) == padded(2 * grid * 33 * min(k, 11))
     assert order.constants["groups"] == 4 and len(made.order) == 4 * 11
 
 
@@ -167,31 +167,31 @@ def test_tiles_have_64_tokens_or_more_and_at_most_128_queries(blocks: tuple[int,
 
 @pytest.mark.parametrize("dummy", [False, True])
 def test_lists_of_kinds(dummy: bool, launches: list[Any]) -> None:
-    """2 batch rows of 4 heads, 3 tiles of 64 queries and 35 of 64 keys, the last ones cut."""
-    kinds = torch.full((2, 4, 3, 35), FULL, dtype=torch.int8)
+    """2 batch rows of 4 heads, 3 tiles of 64 queries and 33 of 64 keys, the last ones cut."""
+    kinds = torch.full((2, 4, 3, 33), FULL, dtype=torch.int8)
     kinds[1, 2, 0, 5] = 0
     given = kinds.clone()
-    table = ls.full().block_table(150, 34 * 64 + 8, block=64)
-    work = Work(table=table, q_tiles=Tiling(length=150, block=64), kv_tiles=Tiling(length=34 * 64 + 8, block=64), scale=1.0)
+    table = ls.full().block_table(150, 32 * 64 + 8, block=64)
+    work = Work(table=table, q_tiles=Tiling(length=150, block=64), kv_tiles=Tiling(length=32 * 64 + 8, block=64), scale=1.0)
     made: Any = listed_work(work, kinds, dummy=dummy)
     assert torch.equal(kinds, given)
     tables = made.device_tables
     assert isinstance(tables, ListedTables) and tables.signature == (dummy, False, False)
-    cut = torch.zeros(3, 35, dtype=torch.bool)
-    cut[2], cut[:, 34] = True, True
+    cut = torch.zeros(3, 33, dtype=torch.bool)
+    cut[2], cut[:, 32] = True, True
     assert torch.equal(tables.kinds, torch.where((kinds == FULL) & cut, PARTIAL, kinds))
     assert (
-        torch.equal(tables.selection.indices, torch.where(kinds > 0, torch.arange(35), -1))
+        torch.equal(tables.selection.indices, torch.where(kinds > 0, torch.arange(33), -1))
         and tables.selection.indices.dtype == torch.int32
     )
     assert (tables.selection.granularity, tables.selection.q_granularity, tables.selection.heads_per_choice) == (64, 64, 1)
     assert (made.table.batch, made.table.heads, made.table.block) == (2, 4, (64, 64))
-    assert made.table.tiles_per_row.tolist() == [35] * (2 * 4 * 3)
+    assert made.table.tiles_per_row.tolist() == [33] * (2 * 4 * 3)
     by_query, by_key = tables.of_pass(by_query=True, shared=2), tables.of_pass(by_query=False, shared=2)
     rows, columns, order = launches
     for one, ctas, sizes, width, room, kind, with_dummy in (
-        (rows, 24, (3, 35, 4, 1), 2, 24 * 35 + 24 * dummy, tables.kinds, dummy),
-        (columns, 280, (35, 3, 4, 1), 1, 24 * 35, tables.kinds.mT, False),
+        (rows, 24, (3, 33, 4, 1), 2, 24 * 33 + 24 * dummy, tables.kinds, dummy),
+        (columns, 264, (33, 3, 4, 1), 1, 24 * 33, tables.kinds.mT, False),
     ):
         assert one.kernel is selected_tables.columns_kernel and one.ctas == ctas
         assert one.constants == {
@@ -201,4 +201,4 @@ def test_lists_of_kinds(dummy: bool, launches: list[Any]) -> None:
         assert one.tensors["kinds"].is_contiguous() and torch.equal(one.tensors["kinds"], kind)
         assert len(one.tensors["listed"]) == padded(room) and len(one.tensors["counts"]) == padded(2 * ctas)
     assert by_query.order.tolist() == [head * 3 + tile for head in range(8) for tile in (2, 1, 0)]
-    assert order.constants["summed"] == 2 and len(by_key.order) == 4 * 35
+    assert order.constants["summed"] == 2 and len(by_key.order) == 4 * 33

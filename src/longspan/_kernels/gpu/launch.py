@@ -241,7 +241,7 @@ def start_order(table: BlockTable, shared: int) -> Tensor:
     """Rows by descending work. Where one CTA walks the rows of `shared` heads, rows of (batch, head group, tile)."""
     if table.heads == 1 or shared == 1:
         return table.heavy_first
-    work = table.tiles_per_row.view(table.batch, table.heads // shared, shared, -1).sum(2)
+    work = table.tiles_per_row.view(-1, shared, table.q_tiles).sum(1)
     return torch.argsort(work.flatten(), descending=True, stable=True).int()
 
 
