@@ -6,6 +6,8 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +36,10 @@ def documents(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 def by_head(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return (q - kv < 9 * (h + 1)) & (q + 5 * b >= kv)
+
+
+def by_batch_and_head_only(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return b + h != 4
 
 
 def with_holes(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -66,7 +72,7 @@ SHARDS = {
 }
 
 
-@pytest.mark.parametrize("mod", [everything, causal, documents, by_head, with_holes])
+@pytest.mark.parametrize("mod", [everything, causal, documents, by_head, by_batch_and_head_only, with_holes])
 @pytest.mark.parametrize("name", SHARDS)
 def test_rectangles_are_what_the_mask_allows(mod: Mod, name: str) -> None:
     q_segments, kv_segments = SHARDS[name]
@@ -122,6 +128,14 @@ def test_masks_are_evaluated_in_64_tiles_at_a_time(monkeypatch: pytest.MonkeyPat
     program = tiles._program
     monkeypatch.setattr(tiles, "_program", lambda *args: counts.append(len(args[2])) or program(*args))
     assert tiles.all_true([(i, 1) for i in range(100)]) == [i > 1 for i in range(100)] and counts == [64, 36]
+
+
+def test_captured_tensors_are_read_on_the_host() -> None:
+    bound = torch.tensor(70)
+    work = work_of(lambda b, h, q, kv: q + bound >= kv, [(0, 40)], [(0, 37)], block=16)
+    (captured,) = work.mask_captured
+    elsewhere: Any = SimpleNamespace(cpu=lambda: captured)
+    assert kinds(rectangles(replace(work, mask_captured=[elsewhere]))) == [("full", 0, 40, 0, 37)]
 
 
 def test_caches_of_covers_and_positions_are_bounded() -> None:

@@ -17,6 +17,7 @@ from longspan._kernels.dense import Scoring, dense_attention
 from longspan._kernels.invariant_tiles import row_delta
 from longspan._kernels.protocol import AttentionInputs, Capabilities, State, plain_delta
 from longspan._kernels.registry import kernel_named
+from longspan._kernels.tile_math import contiguous_last_dim
 from longspan._masks.tracing import trace
 
 BATCH, HEADS, GROUPS, QUERIES, KEYS, DIM, VALUE_DIM = 2, 4, 2, 37, 45, 8, 5
@@ -36,6 +37,10 @@ def window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return (q - kv).abs() < 9
 
 
+def late_rows(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= 9
+
+
 def early_keys(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return kv < 21
 
@@ -51,7 +56,7 @@ def parts(mask: Any) -> Any:
     return work_of(mask, [(0, QUERIES)], [(0, QUERIES), (QUERIES, KEYS - QUERIES)], block=16, batch=BATCH, heads=HEADS)
 
 
-CALLS: Any = [("cpu", full), ("cpu", causal), ("cpu", window), ("cpu", early_keys), ("flash", full), ("flash", causal)]
+CALLS: Any = [("cpu", full), ("cpu", causal), ("cpu", window), ("cpu", early_keys), ("cpu", late_rows), ("flash", full), ("flash", causal)]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP64])
@@ -60,11 +65,19 @@ def test_results_are_wide_between_steps_and_in_the_dtype_of_q_at_last(name: str,
     kernel, work, (q, k, v, grad), wide = kernel_named(name), parts(mask), tensors(dtype), FP64 if dtype == FP64 else FP32
     scores = q.double() @ k.double().repeat_interleave(2, 1).mT * work.scale
     q_pos, kv_pos = torch.arange(QUERIES)[:, None], torch.arange(KEYS)
-    largest = torch.where(mask(torch.zeros(()), torch.zeros(()), q_pos, kv_pos), scores, -torch.inf).amax(-1)
+    seen = mask(torch.zeros(()), torch.zeros(()), q_pos, kv_pos).expand(QUERIES, KEYS)
+    scores = torch.where(seen, scores, -torch.inf)
+    largest, blind = scores.amax(-1), ~seen.any(-1)
+    weights, values = scores.softmax(-1).masked_fill(blind[:, None], 0.0), v.double().repeat_interleave(2, 1)
+    want, atol = weights @ values, 2e-2 if dtype == BF16 else 1e-9
+    ds = weights * (grad.double() @ values.mT - (grad.double() * want).sum(-1, keepdim=True)) * work.scale
+    dq = ds @ k.double().repeat_interleave(2, 1)
+    dk, dv = (x.unflatten(1, (GROUPS, 2)).sum(2) for x in (ds.mT @ q.double(), weights.mT @ grad.double()))
     for final in (False, True):
         for max_scores in (False, True):
             state = forward(kernel, q, k, v, work, final=final, max_scores=max_scores)
             assert (state.out.dtype, state.lse.dtype) == (dtype if final else wide, wide)
+            torch.testing.assert_close(state.out.double(), want, rtol=0, atol=atol)
             assert (state.max_scores is not None) == max_scores
             if state.max_scores is not None:
                 assert state.max_scores.dtype == wide
@@ -72,6 +85,8 @@ def test_results_are_wide_between_steps_and_in_the_dtype_of_q_at_last(name: str,
     for is_wide in (False, True):
         for grad_lse in (None, state.lse):
             grads = backward(kernel, q, k, v, state.out, state.lse, grad, grad_lse, work, wide=is_wide)
+            for got, right in zip((grads.q, grads.k, grads.v), (dq, dk, dv), strict=True) if grad_lse is None else ():
+                torch.testing.assert_close(got.double(), right, rtol=1e-2, atol=3 * atol)
             assert {g.dtype for g in (grads.q, grads.k, grads.v)} == {wide if is_wide else dtype}
 
 
@@ -82,6 +97,12 @@ def test_torchs_kernels_have_no_optional_capability(name: str) -> None:
     assert capabilities == Capabilities(
         unsupported=None, two_kv_buffers=False, concurrent_backward=False, rounds_kv_grads_once=False
     )  # fmt: skip
+
+
+def test_rows_that_operators_read_have_a_contiguous_last_dim() -> None:
+    t = torch.randn(2, 3, 5, 8)
+    made = contiguous_last_dim(t.mT)
+    assert contiguous_last_dim(t) is t and made.stride(-1) == 1 and torch.equal(made, t.mT)
 
 
 @pytest.mark.parametrize("delta", [plain_delta, row_delta])

@@ -142,10 +142,9 @@ def _flash_backward(tiles: PlainTiles, rect: Rectangle, terms: OutputTerms, delt
 
 
 def _bias(tiles: PlainTiles, rect: Rectangle) -> tuple[Tensor | None, Tensor | None]:
-    """The additive mask of a rectangle [B or 1, H or 1, m, n], and which rows see any key; (None, None) without a mask."""
+    """The additive mask of a rectangle and which rows see any key, broadcasting to [B, H, m, n] and [B, H, m]; None without a mask."""
     if rect.kind != "masked":
         return None, None
     seen = tiles.seen(rect)
     assert seen is not None
-    seen = seen.expand(*seen.shape[:2], rect.q1 - rect.q0, rect.k1 - rect.k0)
     return torch.zeros(seen.shape, dtype=tiles.wide).masked_fill_(~seen, -torch.inf), seen.any(-1)

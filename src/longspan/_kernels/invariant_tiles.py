@@ -88,7 +88,7 @@ class InvariantTiles:
                 top = new_top
             seen = total != 0  # also where total is NaN: a row that sees a NaN has lse NaN
             total = total.masked_fill(~seen, 1.0)
-            out[:, :, rows] = self._unpadded(acc / total + 0.0, rows, out.shape[-1]).to(q.dtype)  # + 0.0: skipped tiles may leave −0
+            out[:, :, rows] = self._unpadded(acc / total + 0.0, rows, out.shape[-1])  # + 0.0: skipped tiles may leave −0
             lse[:, :, rows] = self._unpadded(torch.where(seen, top + torch.log(total), -torch.inf), rows, 1)[..., 0]
             if row_max is not None:
                 row_max[:, :, rows] = self._unpadded(largest, rows, 1)[..., 0]

@@ -124,7 +124,7 @@ def _token_tensors(starts: Sequence[int], counts: list[int], rows: Sequence[int]
     local = torch.empty(0, dtype=torch.int64)
     if spread is not None:
         shifts = torch.tensor(spread.shifts, dtype=torch.int64).repeat_interleave(repeats)
-        local = torch.nonzero((positions // spread.page_size + shifts) % spread.ranks == spread.rank).flatten()
+        local = torch.nonzero((positions // spread.page_size + shifts) % spread.ranks == spread.rank)[:, 0]
     return [torch.cat([host.flatten(), host[1] + repeats]), firsts, positions, host[0].repeat_interleave(repeats), local]
 
 
