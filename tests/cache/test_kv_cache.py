@@ -216,8 +216,9 @@ def test_rejects_freed_and_unknown_sequences() -> None:
             use()
     with pytest.raises(ValueError, match=f"sequence {b} was freed"):
         ls.attention(*tokens(2, 1), cache=step, layer=0)
-    with pytest.raises(ValueError, match="no sequence has the handle 99"):
-        cache.lengths([99])
+    for unknown in (b + 1, 99):
+        with pytest.raises(ValueError, match=f"no sequence has the handle {unknown}"):
+            cache.lengths([unknown])
     with pytest.raises(ValueError, match="expected different sequences"):
         cache.step([a, a], 1)
     assert cache.allocate(1) == [2]  # handles are not used again

@@ -361,3 +361,16 @@ def test_arguments_are_integers_or_iterables_of_them() -> None:
             one_each(values, 3, "n")
     with pytest.raises(ValueError, match="n: expected an integer >= 1, got 0"):
         one_each([1, 0], 2, "n", least=1)
+
+
+def test_a_cache_has_pages_of_64_tokens_and_may_be_as_small_as_one() -> None:
+    assert ls.KVCache(pages=1, layers=1, kv_heads=1, head_dim=1).page_size == 64
+    cache = ls.KVCache(pages=1, page_size=1, layers=1, kv_heads=1, head_dim=3, value_dim=1, window=1, dtype=torch.float32)
+    (id,) = cache.allocate(1)
+    q, k, v = torch.randn(1, 2, 1, 3), torch.randn(1, 1, 1, 3), torch.randn(1, 1, 1, 1)
+    step = cache.step(id, 1, longest=1)
+    out = ls.attention(q, k, v, cache=step, layer=0, mask=ls.causal() & ls.sliding_window(1))
+    assert torch.equal(out, v.expand(1, 2, 1, 1)) and cache.sequence(id).released == 0
+    for size in ("pages", "page_size", "layers", "kv_heads", "head_dim", "value_dim", "window"):
+        with pytest.raises(ValueError, match=f"{size}: expected an integer >= 1, got 0"):
+            ls.KVCache(**{"pages": 1, "layers": 1, "kv_heads": 1, "head_dim": 1, size: 0})

@@ -446,3 +446,18 @@ def test_ranks_are_named_in_order_silent_or_gone_before_late() -> None:
 def test_a_limit_without_a_backend_sets_nothing() -> None:
     with ExchangeLimit(timeout=timedelta(1)):
         pass
+
+
+def test_answers_use_a_connection_of_their_own() -> None:
+    """The program's own connection may be in a call that does not return."""
+    own = HashStore()
+
+    class Connection(HashStore):  # type: ignore[misc]
+        def clone(self) -> HashStore:
+            return own
+
+    program = Connection()
+    answers = Answers(Watchdog(), program, 0, 0.3)
+    answers.ask([0])
+    answers.stop()
+    assert own.check(["longspan/watchdog/ask/0"]) and not program.check(["longspan/watchdog/ask/0"])

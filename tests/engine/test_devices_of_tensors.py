@@ -20,6 +20,7 @@ from longspan._comm.mesh import Axis
 from longspan._comm.row_moves import RowMoves
 from longspan._engine import invariant, one_device, selected
 from longspan._engine.buffer_rows import ReturnedRows, RowSelection
+from longspan._engine.cached import CachedCall, _checked
 from longspan._engine.plan_cache import plan_cache
 from longspan._engine.selected_exchange import KVMoves, return_grads, send_kv
 from longspan._engine.selected_mesh import ShardChoice
@@ -74,7 +75,21 @@ def of_rows() -> list[Tensor]:
     return [RowSelection.of(torch.tensor([0, 2]))._index_on(META), *lists, moves.order, *(hop.order for hop in moves.hops)]
 
 
-@pytest.mark.parametrize("made", [of_one_device, of_an_invariant_call, of_a_call_with_a_plan, of_selected_keys, of_rows])
+def of_a_call_over_a_cache() -> list[Tensor]:
+    cache = ls.KVCache(pages=8, layers=1, kv_heads=4, head_dim=8, dtype=torch.float32, device=META)
+    limit, factor = torch.tensor(9), torch.tensor(0.5)
+    call = CachedCall(
+        cache.step(cache.allocate(2), 3), 0, mask=ls.mask_mod(lambda b, h, q, kv: kv < limit),
+        score_mod=lambda s, b, h, q, kv: s * factor * (1 + 0 * limit),
+    )  # fmt: skip
+    q, k, v = (torch.empty(2, 4, 3, 8, device=META) for _ in range(3))
+    _, work = _checked(q, k, v, call)
+    return [*work.mask_captured, *work.score_captured]
+
+
+@pytest.mark.parametrize(
+    "made", [of_one_device, of_an_invariant_call, of_a_call_with_a_plan, of_a_call_over_a_cache, of_selected_keys, of_rows]
+)
 def test_tensors_are_moved_to_the_device_of_the_queries(made: Any) -> None:
     tensors = made()
     assert len(tensors) >= 3 and all(t.device == META for t in tensors)

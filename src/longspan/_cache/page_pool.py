@@ -15,7 +15,7 @@ class PagePool:
     A page has one reference per sequence that holds it; it is free at 0 references.
     """
 
-    def __init__(self, pages: int, ranks: int = 1) -> None:
+    def __init__(self, pages: int, ranks: int) -> None:
         self.ranks = ranks
         self._free: list[list[int]] = [[] for _ in range(ranks)]  # stacks: pages freed last are taken first
         self._references: list[int] = []

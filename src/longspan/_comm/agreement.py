@@ -35,7 +35,7 @@ _HEADER = 4
 WORDS = _HEADER + MAX_FIELDS
 _MAGIC = 0x6C6F6E677370616E
 _AGREES, _RAISED = 0, 1
-_KIND, _NUMBER = 2, 3  # places in the header
+_NUMBER = 3  # place in the header
 _BYTES = 8  # of a word
 _NUMBER_WORD = struct.Struct("=q")
 

@@ -186,7 +186,7 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[int, Pa
         mask = None  # the last token of a sequence sees all of it
     mask_traced = None if mask is None else mask.traced
     score_traced = None if call.score_mod is None else traces.trace(call.score_mod, "score", score_dtype=state_dtype(q.dtype))
-    mask_captured = [] if mask_traced is None else [t.detach().to(q.device).resolve_neg() for t in mask_traced.captured()]
+    mask_captured = [] if mask_traced is None else [t.to(q.device).resolve_neg() for t in mask_traced.captured()]
     score_captured = [] if score_traced is None else score_traced.captured()
     check_captured(score_captured, q, "score_mod")
     _reject_gradients([q, k, v, *([] if call.sink is None else [call.sink]), *score_captured])

@@ -1,0 +1,168 @@
+"""Facts of a call that results do not show: what kernels may keep, which gradients are missing, which checks are made once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import longspan as ls
+from longspan._comm.agreement import Agreement
+from longspan._engine import attention as engine
+from longspan._engine import distributed, invariant, one_device, ops, selected, selected_mesh
+from longspan._engine.document_tiles import tiles_of_sequence
+from longspan._engine.ops import specs
+from longspan._engine.schedule_builder import ScheduleOptions, local_schedule
+from longspan._engine.selected_ops import attend_selected
+from longspan._engine.sharded_call import ShardedCall
+from longspan._engine.table_cache import MaskTables
+from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
+from longspan._masks.tracing import trace
+from longspan.testing import virtual_world
+
+CAUSAL = ls.causal().traced.program
+SCORE = trace(lambda s, b, h, q, kv: s * 0.5, "score").program
+OPTIONS = CallOptions(spec=specs.of(CAUSAL, SCORE, "cpu"), scale=0.25)
+
+
+def tensors(tokens: int = 70, **options: Any) -> list[Tensor]:
+    return [torch.randn(2, heads, tokens, dim, **options) for heads, dim in ((4, 8), (2, 8), (2, 5))]
+
+
+def inputs() -> CallTensors:
+    q, k, v = tensors()
+    return CallTensors(q=q, k=k, v=v)
+
+
+def test_kernels_may_keep_what_follows_from_a_mask_that_never_changes() -> None:
+    """Over a mesh, the plan has copies of the mask's tensors. On one device they are the caller's."""
+    plan = ls.plan(ls.causal(), 70, ls.Mesh.abstract(1)).data
+    alone, meshed = invariant._Call.on_one_device(inputs(), OPTIONS), invariant._Call.over_mesh(plan, inputs(), OPTIONS)
+    (part,) = tiles_of_sequence(CAUSAL, [], (70, 70), batch=2, heads=4)
+    for call, fixed in ((alone, False), (meshed, True)):
+        for backward in (False, True):
+            work = call.work(part, backward=backward)
+            assert (work.mask_is_fixed, work.invariant, work.first_batch, work.scale) == (fixed, True, 0, 0.25)
+            assert (work.mask.key, work.score.key) == (CAUSAL.key, SCORE.key) and (work.joint is not None) == backward
+
+    tables = MaskTables(CAUSAL, 70, 70, batch=1, heads=1)
+    for backward in (False, True):
+        work = one_device.make_work(inputs(), OPTIONS, tables, backward=backward)
+        assert (work.mask_is_fixed, work.invariant, work.selects, work.concurrent) == (False, False, False, False)
+        assert (work.joint is not None) == backward
+
+    sharded = ShardedCall(
+        plan=plan, spec=OPTIONS.spec, scale=0.25, score_captured=[], heads=4, kv_heads=2, device=torch.device("cpu"),
+        agreement=Agreement.none(),
+    )  # fmt: skip
+    tiles = local_schedule(plan, ScheduleOptions(block=(128, 128))).steps[0].tiles[0]
+    for backward in (False, True):
+        work = sharded.work(tiles, 0, backward=backward)
+        assert (work.mask_is_fixed, work.invariant, work.concurrent, work.first_batch, work.first_head) == (True, False, False, 0, 0)
+        assert (work.joint is not None) == backward and sharded.work(tiles, 0, backward=backward, concurrent=True).concurrent
+
+
+@pytest.mark.parametrize("kind", ["one device", "invariant", "ring", "selected keys", "compiled", "compiled selection"])
+def test_a_loss_without_lse_has_no_gradient_of_lse(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros in its place would be exchanged and read by kernels, and keep a backward pass from being prepared."""
+    missing: list[bool] = []
+
+    def noted(module: Any, name: str) -> None:
+        original = getattr(module, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            missing.extend(one.grad_lse is None for one in args if isinstance(one, BackwardTensors))
+            return original(*args, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    noted(ops, "run_backward")
+    noted(selected_mesh, "backward")
+    q, k, v = tensors(71, requires_grad=True)
+    if kind in ("one device", "invariant"):
+        with ls.invariant():
+            out, _ = ls.attention(q, k, v, kernel="cpu", return_lse=True)
+        if kind == "one device":
+            out, _ = ls.attention(q, k, v, kernel="cpu", return_lse=True)
+        out.sum().backward()
+    elif kind == "compiled":
+        ops.attend(q, k, v, None, [], [], None, OPTIONS.spec.handle, 0.25, False)[0].sum().backward()
+    elif kind == "compiled selection":
+        indices = torch.zeros(1, 1, 5, 2, dtype=torch.int32)
+        attend_selected(q, k, v, None, indices, [], [], OPTIONS.spec.handle, 0.25, 16, 16, 4)[0].sum().backward()
+    else:
+
+        def run(mesh: ls.Mesh) -> None:
+            plan = ls.plan(ls.causal(), 64, mesh, layout="contiguous")
+            shards = [plan.shard(t, 2).requires_grad_() for t in tensors(64)]
+            mask = ls.selected(torch.zeros(1, 1, 2, 1, dtype=torch.int32), 16, 16) if kind == "selected keys" else None
+            ls.attention(*shards, plan=plan, mask=mask, return_lse=True)[0].sum().backward()
+
+        virtual_world(2).run(run)
+    assert missing and all(missing)
+
+
+@pytest.mark.parametrize("kind", ["operator", "eager"])
+def test_a_backward_pass_of_the_operator_does_not_know_its_forward_call(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager ranks send the number of the forward call, which the operator does not have: 0 is left out of the comparison."""
+    numbers: set[int] = set()
+    begin = ops.begin_call
+
+    def noted(*args: Any, **options: Any) -> Any:
+        if "needs" in options:
+            numbers.add(options["forward_number"])
+        return begin(*args, **options)
+
+    monkeypatch.setattr(ops, "begin_call", noted)
+
+    def run(mesh: ls.Mesh) -> None:
+        plan = ls.plan(ls.causal(), 64, mesh, layout="contiguous")
+        q, k, v = (plan.shard(t, 2).requires_grad_() for t in tensors(64))
+        if kind == "operator":
+            spec = specs.of(None, None, "cpu", lse=True)
+            ops.attend(q, k, v, None, [], [], plan.token, spec.handle, 0.25, False)[0].sum().backward()
+        else:
+            ls.attention(q, k, v, plan=plan).sum().backward()
+
+    virtual_world(2).run(run)
+    assert len(numbers) == 1 and (numbers == {0}) == (kind == "operator")
+
+
+def test_a_call_with_a_plan_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Any] = []
+    check = engine._checked_scale
+    monkeypatch.setattr(engine, "_checked_scale", lambda *args: (checked.append(args[3].score_mod), check(*args))[1])
+    plan = ls.plan(ls.causal(), 62, ls.Mesh.abstract(1))
+    softcap = lambda s, b, h, q, kv: 9.0 * torch.tanh(s / 9.0)
+    q, k, v = tensors(62)
+    for score_mod in (None, softcap):
+        for sink in (None, torch.zeros(4)):
+            results = [ls.attention(q, k, v, plan=plan, score_mod=score_mod, sink=sink) for _ in range(3)]
+            assert torch.equal(results[0], results[2])
+    assert len(checked) == 2  # with a sink and without: the layouts of another score_mod are the same
+    for _ in range(2):
+        with pytest.raises(TypeError, match="score_mod: expected a callable"):
+            ls.attention(q, k, v, plan=plan, score_mod=3.0)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("kernel", ["dense", "cpu"])
+def test_repeated_calls_with_a_plan_stay_with_their_kernel(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+    forward = distributed.forward
+    monkeypatch.setattr(distributed, "forward", lambda *args, **options: (passes.append(1), forward(*args, **options))[1])
+    plan, (q, k, v) = ls.plan(ls.causal(), 61, ls.Mesh.abstract(1)), tensors(61)
+    results = [ls.attention(q, k, v, plan=plan, kernel=kernel) for _ in range(3)]
+    assert all(torch.equal(results[0], x) for x in results) and len(passes) == (3 if kernel == "cpu" else 0)
+
+
+def test_a_selection_fixes_its_work_unless_the_rest_of_the_mask_reads_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    works: list[bool] = []
+    monkeypatch.setattr(selected, "_attend", lambda inputs, call: (works.append(call.work.mask_is_fixed), (inputs.q, inputs.q))[1])
+    q, k, v = tensors(64)
+    chosen, limit = ls.selected(torch.zeros(1, 1, 4, 1, dtype=torch.int32), 16, 16), torch.tensor([50])
+    for mask in (chosen, chosen & ls.causal(), chosen & ls.mask_mod(lambda b, h, i, j: j < limit[0])):
+        ls.attention(q, k, v, mask=mask, kernel="triton")
+    assert works == [True, True, False]
