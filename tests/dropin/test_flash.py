@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.other_device import OTHER, OtherDevice
 from torch import Tensor
 
 from longspan._dropin import flash
 from longspan._dropin.flash import flash_attn_func, flash_attn_varlen_func
 from longspan._engine.attention import attention
 from longspan._masks.algebra import Mask
+from longspan._masks.constructors import causal, full, sliding_window
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
@@ -41,11 +43,13 @@ CASES = [
     {"causal": False, "window": (5, 3), "softcap": 0.0},
     {"causal": False, "window": (-1, 3), "softcap": 0.0},
     {"causal": False, "window": (4, -1), "softcap": 0.0},
+    {"causal": False, "window": (3, 1), "softcap": 0.0},
+    {"causal": False, "window": (2, 0), "softcap": 0.0},
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("lengths", [[(19, 19)], [(7, 19)], [(1, 19)], [(11, 11), (6, 6)], [(11, 13), (1, 9), (5, 5)]], ids=str)
+@pytest.mark.parametrize("lengths", [[(19, 19)], [(7, 19)], [(2, 19)], [(1, 19)], [(11, 11), (6, 6)], [(11, 13), (1, 9), (5, 5)]], ids=str)
 def test_packed_and_plain_sequences(case: dict, lengths: list[tuple[int, int]]) -> None:
     generator = torch.Generator().manual_seed(0)
     queries, keys = (sum(n) for n in zip(*lengths))
@@ -80,12 +84,39 @@ def test_steps_over_more_and_more_keys_have_one_mask_program(
     assert len(programs) == 5 and len(set(programs)) == 1
 
 
+def test_masks_of_equal_lengths_and_without_sides_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks: list[Mask] = []
+    monkeypatch.setattr(flash, "attention", lambda q, k, v, *, mask, **options: masks.append(mask) or q)
+    q, k = torch.zeros(2, 5, HEADS, DIM), torch.zeros(2, 7, KV_HEADS, DIM)
+    flash_attn_func(q, q, q, causal=True)
+    flash_attn_func(q, q, q, causal=True, window_size=(3, 0))
+    flash_attn_func(q, k, k)
+    assert [str(mask) for mask in masks] == [str(causal()), str(causal() & sliding_window(4, 0)), str(full())]
+
+
+def test_bounds_of_other_integers_and_devices() -> None:
+    x, bounds = torch.randn(6, 2, DIM), torch.tensor([0, 2, 6])
+    want = flash_attn_varlen_func(x, x, x, bounds, bounds, causal=True)
+    assert torch.equal(flash_attn_varlen_func(x, x, x, bounds.int(), bounds, causal=True), want)
+    with OtherDevice():
+        made = flash._bounds(bounds.int().to(OTHER), "cu_seqlens_q", 6)
+        assert made.dtype == torch.int64 and made.tolist() == [0, 2, 6]
+        mask = flash._packed(bounds, torch.tensor([0, 3, 8]), 1, 0, OTHER)
+        i, j = torch.arange(6)[:, None].to(OTHER), torch.arange(8).to(OTHER)
+        seen = mask(i[:1, 0], i[:1, 0], i, j).cpu()
+    assert [row.nonzero()[:, 0].tolist() for row in seen] == [[0, 1], [1, 2], [3, 4], [4, 5], [5, 6], [6, 7]]
+
+
 def test_dropout_and_wrong_bounds_raise() -> None:
     x, bounds = torch.randn(6, 2, DIM), torch.tensor([0, 6])
     with pytest.raises(ValueError, match=r"expected dropout_p=0\.0"):
         flash_attn_func(x[None], x[None], x[None], dropout_p=0.1)
     with pytest.raises(ValueError, match="deterministic=True needs"):
         flash_attn_func(x[None], x[None], x[None], deterministic=True)
+    with pytest.raises(ValueError, match=r"expected dropout_p=0\.0, got 0\.1"):
+        flash_attn_varlen_func(x, x, x, bounds, bounds, dropout_p=0.1)
+    with pytest.raises(ValueError, match="deterministic=True needs"):
+        flash_attn_varlen_func(x, x, x, bounds, bounds, deterministic=True)
     with pytest.raises(ValueError, match="expected cu_seqlens_k from 0 to 6, got 0 to 5"):
         flash_attn_varlen_func(x, x, x, bounds, torch.tensor([0, 5]))
 

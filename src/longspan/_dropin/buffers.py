@@ -100,7 +100,7 @@ def make_buffers(tensors: Sequence[Any], dims: Sequence[int], not_restored: Iter
     if not not_restored_ids <= {id(t) for t in tensors}:
         raise ValueError("no_restore_buffers: expected tensors that are in buffers, got others; list them in buffers too")
     buffers: dict[int, Buffer] = {}
-    for i, (tensor, dim) in enumerate(zip(tensors, dims, strict=True)):
+    for i, (tensor, dim) in enumerate(zip(tensors, dims)):
         if type(tensor) is not Tensor:
             hint = "; DDP, FSDP or tensor parallelism shard parameters and DTensors" if isinstance(tensor, Tensor) else ""
             raise TypeError(f"buffers[{i}]: expected a plain tensor, got {type(tensor).__name__}{hint}")

@@ -133,13 +133,13 @@ class Context:
 
     def _shard_buffers(self, buffers: list[Buffer], stack: ExitStack) -> None:
         layouts = [self.dispatcher.sequences.layout(b.length) for b in buffers]
-        for buffer, layout in zip(buffers, layouts, strict=True):
+        for buffer, layout in zip(buffers, layouts):
             if len(layout.rows) > 1 and (buffer.dim == 0 or buffer.tensor.shape[0] != len(layout.rows)):
                 raise ValueError(
                     f"buffers: expected dim 0 to be the batch of {len(layout.rows)} rows, for which the layout was made, got "
                     f"{tuple(buffer.tensor.shape)} with sequence dim {buffer.dim}"
                 )
-        for buffer, layout in zip(buffers, layouts, strict=True):
+        for buffer, layout in zip(buffers, layouts):
             buffer.shard(layout, self.mesh.rank)
             stack.callback(buffer.unshard)
 

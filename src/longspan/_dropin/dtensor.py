@@ -56,7 +56,7 @@ def call_on_local(
         return None
     if not all(are_dtensors):
         raise TypeError(f"query, key, value: expected DTensors or plain tensors, got a mixture: {[type(x).__name__ for x in qkv]}")
-    for name, x in zip(("query", "key", "value"), qkv, strict=True):
+    for name, x in zip(("query", "key", "value"), qkv):
         check_sharded(mesh, x, -2, name)
     result = fn(*(x.to_local() for x in qkv), *(a.full_tensor() if is_dtensor(a) else a for a in args), **kwargs)
     return WrappedResult(placed_like(result, qkv[0]))
@@ -84,6 +84,4 @@ def as_dtensor(local: Any, x: Any, shape: Sequence[int]) -> Any:
     stride = [1]
     for size in reversed(shape[1:]):
         stride.insert(0, stride[0] * size)
-    return DTensor.from_local(
-        local.contiguous(), x.device_mesh, x.placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
-    )
+    return DTensor.from_local(local.contiguous(), x.device_mesh, x.placements, shape=torch.Size(shape), stride=tuple(stride))

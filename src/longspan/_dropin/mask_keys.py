@@ -83,7 +83,7 @@ class MaskKeys:
         compared = tensor.is_cpu or tensor.is_inference()
         if compared and (tensor.is_floating_point() or tensor.is_complex()):
             return digest  # equal values may have different bytes: 0.0 and -0.0
-        contents = tensor.detach().clone() if compared else None
+        contents = tensor.clone() if compared else None
         ref = weakref.ref(tensor, lambda _: self._digests.pop(number, None))
         _drop_oldest(self._digests, MAX_TENSORS)
         self._digests[number] = _CachedDigest(ref=ref, stamp=_stamp(tensor), copy=contents, digest=digest)
