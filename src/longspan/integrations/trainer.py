@@ -217,7 +217,7 @@ class SpanningMixin(_Base):  # type: ignore[misc]
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """(loss, None, None): logits are shards, and metrics would see them out of order."""
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, self._prepare_inputs(inputs)).detach()
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
         weight = next(self._batch_weights, 0)
         if weight:
             self._loss_sum += torch.stack([weight * loss.double(), torch.full_like(loss, weight, dtype=torch.float64)])
