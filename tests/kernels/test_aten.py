@@ -236,6 +236,10 @@ def test_the_largest_scores_are_computed_a_bounded_number_at_a_time(monkeypatch:
     monkeypatch.setattr(aten, "_MAX_SCORES_IN_FLIGHT", 2 * 3 * 40 * 7 + 5)  # of 7 rows, and less than a row more
     aten._max_scores(torch.randn(2, 3, 23, 8), torch.randn(2, 3, 40, 8), False, 0.5)
     assert sizes == [2 * 3 * 40 * 7] * 3 + [2 * 3 * 40 * 2]
+    monkeypatch.setattr(aten, "_MAX_SCORES_IN_FLIGHT", 7)  # a row at least
+    sizes.clear()
+    aten._max_scores(torch.randn(2, 3, 4, 8), torch.randn(2, 3, 40, 8), False, 0.5)
+    assert sizes == [2 * 3 * 40] * 4
     monkeypatch.undo()
     monkeypatch.setattr(aten, "grouped_matmul", lambda a, b: sizes.append(a.shape[:-1].numel() * b.shape[-1]) or product(a, b))
     sizes.clear()

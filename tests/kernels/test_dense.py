@@ -34,3 +34,21 @@ def test_positions_of_queries_are_moved_to_their_device() -> None:
     score = trace(lambda s, b, h, q, kv: s - (q - kv).abs(), "score").program
     out, lse, _ = dense_attention(q, k, v, Scoring(scale=0.3, score=score), q_pos=torch.tensor([3, 9, 4, 0, 7]))
     assert out.is_meta and out.shape == (2, 3, 5, 4) and lse.shape == (2, 3, 5)
+
+
+def test_rows_of_a_batch_may_have_positions_of_their_own() -> None:
+    q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 11, 8)
+    positions = torch.tensor([[3, 9, 4, 0, 7], [10, 1, 2, 6, 5]])
+    scoring = Scoring(scale=0.3, mask=trace(lambda b, h, q, kv: q >= kv, "mask").program)
+    got = dense_attention(q, k, k, scoring, q_pos=positions)
+    for row in range(2):
+        want = dense_attention(q[row : row + 1], k[row : row + 1], k[row : row + 1], scoring, q_pos=positions[row])
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x[row], y[0])
+
+
+def test_rows_without_keys_see_nothing() -> None:
+    q, k, v = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 0, 8), torch.randn(2, 3, 0, 4)
+    out, lse, largest = dense_attention(q, k, v, Scoring(scale=0.3))
+    assert out.shape == (2, 3, 5, 4) and not out.any()
+    assert all(t.shape == (2, 3, 5) and bool((t == -torch.inf).all()) for t in (lse, largest))

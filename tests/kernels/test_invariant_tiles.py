@@ -149,6 +149,20 @@ def test_dtypes_of_results_and_gradients(dtype: torch.dtype) -> None:
         assert {g.dtype for g in (grads.q, grads.k, grads.v)} == {wide if is_wide else dtype}
 
 
+def test_head_dims_are_padded_to_16_and_empty_tiles_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(invariant_tiles, "_invariant_product", lambda *args: asked.append(args) or invariant_tiles._bmm)
+    work = work_of(causal, [(0, 300)], [(0, 300)], block=128, batch=BATCH, heads=HEADS)
+    given = inputs_of(work)
+    tiles = InvariantTiles(AttentionInputs(q=given["q"], k=given["k"], v=given["v"]), work)
+    assert asked == [(torch.float32, 16, 32)], "head dims 5 and 19"
+    computed: list[tuple[int, int]] = []
+    scores = tiles._scores
+    monkeypatch.setattr(tiles, "_scores", lambda rows, i, j: computed.append((i, j)) or scores(rows, i, j))
+    tiles.forward(None, max_scores=False)
+    assert computed == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
+
+
 def test_tiles_wider_than_a_block_raise() -> None:
     work = work_of(causal, [(0, 300)], [(0, 300)], block=256)
     given = inputs_of(work)

@@ -12,9 +12,10 @@ from tests.kernels.shards import work_of
 from torch import Tensor
 
 import longspan as ls
-from longspan._kernels import aten
+from longspan._kernels import aten, cpu
 from longspan._kernels.dense import Scoring, dense_attention
 from longspan._kernels.invariant_tiles import row_delta
+from longspan._kernels.plain_tiles import PlainTiles
 from longspan._kernels.protocol import AttentionInputs, Capabilities, State, plain_delta
 from longspan._kernels.registry import kernel_named
 from longspan._kernels.tile_math import contiguous_last_dim
@@ -52,17 +53,18 @@ def tensors(dtype: torch.dtype, value_dim: int = DIM) -> list[Tensor]:
     return [torch.randn(BATCH, *shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def parts(mask: Any) -> Any:
-    return work_of(mask, [(0, QUERIES)], [(0, QUERIES), (QUERIES, KEYS - QUERIES)], block=16, batch=BATCH, heads=HEADS)
+def parts(mask: Any, scale: float = 0.3) -> Any:
+    segments = [(0, QUERIES), (QUERIES, KEYS - QUERIES)]
+    return work_of(mask, [(0, QUERIES)], segments, block=16, batch=BATCH, heads=HEADS, scale=scale)
 
 
 CALLS: Any = [("cpu", full), ("cpu", causal), ("cpu", window), ("cpu", early_keys), ("cpu", late_rows), ("flash", full), ("flash", causal)]
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP64])
+@pytest.mark.parametrize(("dtype", "scale"), [(BF16, 0.3), (FP64, 0.3), (FP64, -0.4), (FP64, 0.0)])
 @pytest.mark.parametrize(("name", "mask"), CALLS)
-def test_results_are_wide_between_steps_and_in_the_dtype_of_q_at_last(name: str, mask: Any, dtype: torch.dtype) -> None:
-    kernel, work, (q, k, v, grad), wide = kernel_named(name), parts(mask), tensors(dtype), FP64 if dtype == FP64 else FP32
+def test_results_are_wide_between_steps_and_in_the_dtype_of_q_at_last(name: str, mask: Any, dtype: torch.dtype, scale: float) -> None:
+    kernel, work, (q, k, v, grad), wide = kernel_named(name), parts(mask, scale), tensors(dtype), FP64 if dtype == FP64 else FP32
     scores = q.double() @ k.double().repeat_interleave(2, 1).mT * work.scale
     q_pos, kv_pos = torch.arange(QUERIES)[:, None], torch.arange(KEYS)
     seen = mask(torch.zeros(()), torch.zeros(()), q_pos, kv_pos).expand(QUERIES, KEYS)
@@ -103,6 +105,48 @@ def test_rows_that_operators_read_have_a_contiguous_last_dim() -> None:
     t = torch.randn(2, 3, 5, 8)
     made = contiguous_last_dim(t.mT)
     assert contiguous_last_dim(t) is t and made.stride(-1) == 1 and torch.equal(made, t.mT)
+
+
+@pytest.mark.parametrize("name", ["cpu", "flash"])
+def test_the_results_of_one_rectangle_are_not_added_to_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that see nothing included, which torch's operator gives other values."""
+    kernel, (q, k, v, grad) = kernel_named(name), tensors(FP32)
+    for mask in (full, late_rows) if name == "cpu" else (full,):
+        work = work_of(mask, [(0, QUERIES)], [(0, KEYS)], block=64)
+        with monkeypatch.context() as patch:
+            for module, attribute in ((aten, "merge_"), (cpu, "merge_"), (PlainTiles, "empty_grads"), (torch, "zeros_like")):
+                patch.setattr(module, attribute, lambda *args, **how: pytest.fail("merged"))
+            state = forward(kernel, q, k, v, work)
+            grads = backward(kernel, q, k, v, state.out, state.lse, grad, None, work)
+        parts_state = forward(kernel, q, k, v, parts(mask))
+        parts_grads = backward(kernel, q, k, v, state.out, state.lse, grad, None, parts(mask))
+        pairs = (
+            (state.out, parts_state.out),
+            (state.lse, parts_state.lse),
+            *zip((grads.q, grads.k, grads.v), (parts_grads.q, parts_grads.k, parts_grads.v), strict=True),
+        )
+        for got, want in pairs:
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("name", ["cpu", "flash"])
+def test_two_heads_and_batch_rows_have_rectangles_of_their_own(name: str, kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(6)
+    q, k, v, grad = (torch.randn(2, h, 32, DIM, generator=generator) for h in (2, kv_heads, kv_heads, 2))
+    for mod in (
+        lambda b, h, q, kv: (q >= kv) | (h == 1),
+        lambda b, h, q, kv: (q >= kv) | (b == 0),
+        lambda b, h, q, kv: (q >= kv) | (b + h == 1),
+    ):
+        work = work_of(mod, [(0, 32)], [(0, 32)], block=16, batch=2, heads=2)
+        state = forward(kernel_named(name), q, k, v, work)
+        grads = backward(kernel_named(name), q, k, v, state.out, state.lse, grad, None, work)
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out, lse, _ = dense_attention(*leaves, Scoring(scale=work.scale, mask=work.mask, mask_captured=work.mask_captured))
+        wanted = [out, lse, *torch.autograd.grad(out, leaves, grad)]
+        for got, want in zip((state.out, state.lse, grads.q, grads.k, grads.v), wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("delta", [plain_delta, row_delta])
@@ -168,7 +212,14 @@ def test_scores_may_be_of_another_dtype_or_of_fewer_dims(mask: Any, score: Any, 
         torch.testing.assert_close(got, want, rtol=0, atol=2e-3 if score is narrow else 2e-5)
 
 
-@pytest.mark.parametrize(("mask", "score"), [(None, None), (causal, None), (early_keys, None), (None, by_head), (causal, scored)])
+def by_batch_row(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return s + b * (q - kv).abs()
+
+
+@pytest.mark.parametrize(
+    ("mask", "score"),
+    [(None, None), (causal, None), (early_keys, None), (None, by_head), (causal, scored), (None, by_batch_row)],
+)
 def test_dense_results_are_float32_and_max_scores_are_constants(mask: Any, score: Any) -> None:
     """Also with a sink and a score of float64. Scores and masks that no query, or no key, changes count for all of them."""
     q, k, v, grad = (t.requires_grad_() for t in tensors(BF16, VALUE_DIM))
