@@ -13,8 +13,11 @@ from torch import Tensor
 import longspan as ls
 from longspan._engine import distributed, invariant, one_device, selected_mesh
 from longspan._engine.attention import AttendOptions, attend
+from longspan._engine.gradient_sums import GradientSums
 from longspan._engine.kv_exchange import KVExchange
+from longspan._engine.sharded_call import ShardedCall
 from longspan._engine.step_calls import LayoutCalls
+from longspan._engine.streams import StepStreams
 from longspan.testing import virtual_world
 
 
@@ -73,6 +76,58 @@ def test_the_kv_of_the_next_step_is_packed_before_and_sent_after_a_step_is_launc
             steps = sum(name == "wait" for name, _ in calls)
             by_step = [[("wait", i), ("prepare", i + 1), ("launch", i), ("send", i + 1)] for i in range(steps)]
             assert steps >= 2 and calls == [("prepare", 0), ("send", 0), *(one for step in by_step for one in step)]
+
+
+def test_tensors_of_a_step_are_allocated_sent_and_awaited_on_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the numbers of steps, whose parity is the stream; on the CPU there is one stream, and no step runs beside another."""
+    now: dict[int, int] = {}
+    seen: dict[int, list[tuple[str, int, int]]] = defaultdict(
+        list
+    )  # by thread: what, the step that it belongs to, the step whose turn it is
+
+    def use(self: StepStreams, step: int) -> int:
+        before, now[get_ident()] = now.get(get_ident(), 0), step
+        return before
+
+    def noted(owner: Any, name: str, step_of: Any) -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            if get_ident() in now:  # in a backward pass
+                seen[get_ident()].append((name, step_of(*args), now[get_ident()]))
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    def begun(self: StepStreams, q: Tensor, *, two: bool) -> None:
+        now[get_ident()] = 0
+        init(self, q, two=two)
+        assert not two
+
+    init = StepStreams.__init__
+    monkeypatch.setattr(StepStreams, "use", use)
+    monkeypatch.setattr(StepStreams, "__init__", begun)
+    noted(KVExchange, "wait", lambda exchange, i: i)
+    noted(KVExchange, "prepare", lambda exchange, i: i)
+    noted(LayoutCalls, "backward", lambda calls, place, *_: place[0])
+    noted(GradientSums, "send", lambda sums, i, *_: i)
+    noted(GradientSums, "finish", lambda *_: 0)
+    work = ShardedCall.work
+    concurrent: list[bool] = []
+    monkeypatch.setattr(ShardedCall, "work", lambda *a, **o: (concurrent.append(o.get("concurrent", False)), work(*a, **o))[1])
+
+    def run(mesh: ls.Mesh) -> list[tuple[str, int, int]]:
+        plan = ls.plan(ls.full(), 1152, mesh, strategy="ring", layout="contiguous")
+        out = ls.attention(*shards(plan), plan=plan)
+        seen[get_ident()].clear()
+        out.sum().backward()
+        return seen[get_ident()]
+
+    for events in virtual_world(3).run(run):
+        assert {name for name, _, _ in events} == {"wait", "prepare", "backward", "send", "finish"}
+        assert all(step == turn for _, step, turn in events), events
+        assert max(step for _, step, _ in events) >= 3
+    assert concurrent and not any(concurrent)
 
 
 @pytest.mark.parametrize("kind", ["one device", "invariant", "ring", "returned in bfloat16", "ulysses", "selected keys"])
