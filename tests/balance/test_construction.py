@@ -141,6 +141,29 @@ def test_the_owner_of_a_short_last_unit_gets_the_lightest_unit_of_a_longer_rank(
     assert made._with_long_last_rank(torch.tensor([0, 0, 1, 0, 1])).tolist() == [0, 0, 1, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("mirrored", "short_last", "pinned"), [(False, True, 6), (True, True, 0), (False, False, None), (True, False, None)]
+)
+def test_swaps_leave_a_short_last_unit_where_it_is(
+    mirrored: bool, short_last: bool, pinned: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[Any, ...]] = []
+
+    def swapper(structure: Any, owner: torch.Tensor, ranks: int, *, max_work: float, pinned: int | None) -> Any:
+        given.append((owner.tolist(), ranks, max_work, pinned))
+        return SimpleNamespace(improve=lambda rounds: owner)
+
+    monkeypatch.setattr(search, "Swapper", swapper)
+    made = searching(ranks=2, units=7, short_last=short_last, total=40.0, limit=1.5, candidates=[])
+    monkeypatch.setattr(made, "_candidate", lambda name, owner: (name, owner.tolist()))
+    monkeypatch.setattr(made, "_relabelled", lambda owner: owner)
+    monkeypatch.setattr(made, "_rating", lambda candidate: 0.0)
+    owner = [0, 0, 1, 0, 1, 1, 0]
+    made._improve(SimpleNamespace(mirrored=mirrored), [SimpleNamespace(owner=torch.tensor(owner))])
+    assert given == [(owner[::-1] if mirrored else owner, 2, pytest.approx(20 * 1.49), pinned)]
+    assert made.candidates == [("constructed", owner)]
+
+
 def made_demand(mask: ls.Mask, length: int, unit: int) -> Demand:
     table = mask.block_table(length, block=unit)
     return Demand.of(table, pairs_per_row(table, mask.traced.program, mask.traced.captured()))

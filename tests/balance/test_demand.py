@@ -163,6 +163,22 @@ def test_pairs_are_counted_on_the_host_and_are_float64_for_any_kind_of_tile() ->
         assert (made.ptr.dtype, made.first.dtype, made.last.dtype) == (torch.int64,) * 3
 
 
+def test_tiles_that_are_all_cut_are_evaluated_in_chunks_of_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = ls.mask_mod(lambda b, h, q, kv: (q + kv) % 3 == 0)
+    table = mask.block_table(256, 10, 64)  # four tiles of 64 × 10 tokens
+    assert [len(part) for part, _ in sampled(monkeypatch, table, mask, CHUNK=2 * 64 * 10)[1]] == [2, 2]
+
+
+def test_estimated_pairs_are_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 16 points per side of tiles of 128 tokens. Renew the numbers where the points change."""
+    monkeypatch.setattr(counting, "EXACT", 0)
+    seen = torch.arange(700) * 7 % 11 < 6
+    mask = ls.mask_mod(lambda b, h, q, kv: (q >= kv) & (seen[q] | seen[kv]))
+    got = pairs_per_row(mask.block_table(700, block=128), mask.traced.program, mask.traced.captured())
+    assert got.tolist() == [5248, 21824, 29952, 46272, 58368, 31952]
+    assert float(got.sum()) == pytest.approx(194310, rel=0.005)  # pairs counted one by one
+
+
 def test_demands_of_single_batch_rows_and_errors() -> None:
     mask = ls.mask_mod(lambda b, h, q, kv: (q >= kv) & (kv // 4 != b + h))
     table = mask.block_table(18, block=4, batch=3, heads=2)

@@ -69,7 +69,7 @@ class Demand:
         if row is not None and table.batch > 1 and not 0 <= row < table.batch:
             raise ValueError(f"demand: the table has {table.batch} batch rows, got row {row}")
         units = table.q_tiles
-        work = table.tiles_per_row.double() * (table.block[0] * table.block[1]) if pairs is None else pairs
+        work = table.tiles_per_row.double() * table.block[0] ** 2 if pairs is None else pairs
         if work.shape != (table.rows,):
             raise ValueError(f"demand: pairs must hold one number per table row, {table.rows} in all, got shape {tuple(work.shape)}")
         unit, first, last = _row_of_run(table), table.first, table.last
@@ -91,7 +91,7 @@ def _united(unit: Tensor, first: Tensor, last: Tensor, units: int, *, in_order: 
     """Runs with those of one unit that overlap or touch merged."""
     begin, end = unit * (units + 1) + first, unit * (units + 1) + last + 1  # one line per unit, with a gap after each
     if not in_order:
-        begin, order = begin.sort(stable=True)
+        begin, order = begin.sort()
         end = end[order].cummax(0).values
     starts = torch.ones_like(begin, dtype=torch.bool)
     starts[1:] = begin[1:] > end[:-1]
