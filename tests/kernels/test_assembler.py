@@ -74,6 +74,29 @@ def test_only_kernels_that_are_compiled_here_get_another_assembler(monkeypatch: 
     assert get(90).version == "12.9"
 
 
+def test_other_gpus_and_other_tritons_have_no_assembler(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, "12.8", "12.9", 12)
+    source: Any = SimpleNamespace(fn=SimpleNamespace(is_gluon=lambda: False))
+    amd = SimpleNamespace(backend="hip", arch="gfx942")
+    assert assembler.tool(amd) is None and assembler.version(amd) == "" and assembler.options_for(source, amd, None) is None
+    assert assembler.tool(TARGET).path == "ptxas 12.9"
+    monkeypatch.delattr(assembler.nvidia_compiler, "get_ptxas")
+    assert assembler.version(TARGET) == "" and assembler.options_for(source, TARGET, {"num_warps": 4}) == {"num_warps": 4}
+    assembler.use_right_assembler.__wrapped__(lambda: True)
+    assert not hasattr(assembler.nvidia_compiler, "get_ptxas")
+
+
+@pytest.mark.parametrize(("reported", "major"), [(12080, 12), (13010, 13), (11999, 11), (None, 0)])
+def test_the_version_of_the_driver(reported: int | None, major: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def library(name: str) -> Any:
+        if reported is None:
+            raise OSError(name)
+        return SimpleNamespace(cuDriverGetVersion=lambda at: setattr(at._obj, "value", reported))
+
+    monkeypatch.setattr(assembler.ctypes, "CDLL", library)
+    assert assembler._driver_major.__wrapped__() == major
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dim", "value_dim", "last"), [(192, 16, False), (64, 192, True), (192, 192, True)])
 def test_rows_beside_a_nan_are_right_if_keys_and_values_have_different_layouts(dim: int, value_dim: int, last: bool) -> None:
