@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import longspan as ls
 from longspan._comm.agreement import Agreement
 from longspan._engine import attention as engine
 from longspan._engine import distributed, invariant, one_device, ops, selected, selected_mesh
+from longspan._engine.call_agreement import described_fields
 from longspan._engine.document_tiles import tiles_of_sequence
 from longspan._engine.ops import specs
+from longspan._engine.prepared_call import PreparedCall
 from longspan._engine.schedule_builder import ScheduleOptions, local_schedule
 from longspan._engine.selected_ops import attend_selected
 from longspan._engine.sharded_call import ShardedCall
@@ -166,3 +169,39 @@ def test_a_selection_fixes_its_work_unless_the_rest_of_the_mask_reads_tensors(mo
     for mask in (chosen, chosen & ls.causal(), chosen & ls.mask_mod(lambda b, h, i, j: j < limit[0])):
         ls.attention(q, k, v, mask=mask, kernel="triton")
     assert works == [True, True, False]
+
+
+def test_a_repeated_call_whose_lse_is_not_used_may_take_a_prepared_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[torch.Size, tuple[bool, ...]]] = []
+    monkeypatch.setattr(PreparedCall, "backward_again", lambda self, saved, grad, needs: asked.append((grad.shape, needs)))
+    bias = torch.randn(4, requires_grad=True)
+    q, k, v = tensors(53, requires_grad=True)
+    for used in (0, 1):
+        for _ in range(4):
+            results = ls.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[h], kernel="cpu", return_lse=True)
+        results[used].sum().backward()
+    assert asked == [(torch.Size((2, 4, 53, 5)), (True,))]  # not where only lse is used
+
+
+def test_ranks_compare_every_argument_of_a_call() -> None:
+    data = ls.plan(ls.causal(), (300, 260), ls.Mesh.abstract(3), layout="contiguous", strategy="ring").data
+    sink, captured = torch.zeros(6).half(), [torch.zeros(2, 3).double(), torch.zeros(4).half()]
+    q, k, v = (torch.zeros(2, heads, 9, dim).bfloat16() for heads, dim in ((6, 8), (3, 8), (3, 5)))
+    fields = described_fields(data, OPTIONS, CallTensors(q=q, k=k, v=v, sink=sink, score_captured=captured))
+    assert fields == {
+        "plan": data.digest[:16], "mask": "causal()", "tokens": "300 × 260",
+        "layout": f"{data.layouts[0].digest[:12]} {data.layouts[1].digest[:12]}", "schedule": f"ring, {data.schedule.stages} stages",
+        "batch": "2", "heads": "6/3", "head dims": "8/5", "dtype": "torch.bfloat16", "device": "cpu", "scale": "0.25",
+        "score_mod": f"{SCORE.name} {SCORE.key[:12]}", "captured": "torch.float64[2, 3], torch.float16[4]", "sink": "torch.float16[6]",
+        "kernel": "cpu", "invariant": "False", "returned": "",
+    }  # fmt: skip
+    joined = replace(data, schedule=replace(data.schedule, joined=True))
+    plain = described_fields(joined, CallOptions(spec=specs.of(None, None, "auto", invariant=True), scale=1.0), CallTensors(q=q, k=k, v=v))
+    assert plain["schedule"] == f"ring, {data.schedule.stages} stages at once"
+    assert [plain[name] for name in ("score_mod", "captured", "sink", "kernel", "invariant")] == ["none", "none", "none", "auto", "True"]
+    shared = ls.plan(ls.causal(), 300, ls.Mesh.abstract(3), strategy="ulysses", heads=6, kv_heads=3).data
+    returned = [
+        described_fields(shared, CallOptions(spec=specs.of(None, None, "cpu", lse=lse), scale=1.0, max_scores=top), inputs())["returned"]
+        for lse, top in ((True, False), (False, False), (True, True))
+    ]
+    assert returned == ["out lse", "out", "out lse max_scores"]
