@@ -10,8 +10,10 @@ from tests.cache.test_kv_cache import make_cache, tokens
 from torch.nn.attention.flex_attention import create_block_mask
 
 import longspan as ls
+from longspan._engine import cached
 from longspan._engine.cached import CachedCall, _check_captured, _checked
 from longspan._kernels.paged import FEW_QUERIES, PagedWork
+from longspan._kernels.registry import NotSupported
 from longspan.testing import virtual_world
 
 CAUSAL = ls.causal()
@@ -135,3 +137,32 @@ def test_without_gradients_every_tensor_may_require_them(counts: Any) -> None:
     with torch.no_grad():
         got = results(True)
     assert all(torch.equal(a, b) and not a.requires_grad for a, b in zip(got, results(False), strict=True))
+
+
+@pytest.mark.parametrize(("count", "gathered"), [(FEW_QUERIES, False), (FEW_QUERIES + 1, True)])
+def test_pages_are_gathered_for_more_than_a_few_queries(count: int, gathered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a mesh, KV is passed instead of partial results, where it is fewer bytes."""
+    chunks: list[int] = []
+    attend = cached.attend_chunk
+    monkeypatch.setattr(cached, "attend_chunk", lambda *args: (chunks.append(1), attend(*args))[1])
+    cache, (q, k, v) = make_cache(pages=40), tokens(1, count)
+    ls.attention(q, k, v, cache=cache.step(cache.allocate(1), count), layer=0, mask=CAUSAL)
+    assert bool(chunks) == gathered
+
+    def run(mesh: ls.Mesh) -> dict[int, str]:
+        cache = make_cache(mesh=mesh, pages=40)
+        step = cache.step(cache.allocate(1), count)
+        ls.attention(q, k, v, cache=step, layer=0, mask=CAUSAL)
+        return step.passed
+
+    assert virtual_world(2).run(run) == [{0: "KV" if gathered else "partial results"}] * 2
+
+
+def test_tritons_kernel_writes_and_decodes_on_the_cpu_where_it_is_named() -> None:
+    pytest.importorskip("triton")
+    cache = make_cache()
+    step, (q, _, v) = cache.step(cache.allocate(2), 1), tokens(2, 1)
+    plain = PagedWork(scale=0.25, mask=None, mask_captured=[], score=None, score_captured=[], sink=None, window=None)
+    assert [cached._decodes_by_triton(q, v, step, plain, kernel) for kernel in ("cpu", "auto", "triton")] == [False, False, True]
+    with pytest.raises(NotSupported, match=r"kernel 'triton' does not support this call: .*kernel='auto' picks one that does"):
+        cached._decodes_by_triton(q.double(), v.double(), step, plain, "triton")

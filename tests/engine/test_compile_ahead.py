@@ -76,6 +76,7 @@ def test_kernels_compile_ahead_once_for_each_kind_of_call(monkeypatch: pytest.Mo
     assert [compiles(*kind) for kind in kinds] == [False] * len(kinds)
     assert not compiles(replace(inputs, q=torch.zeros(3, 4, 9, 8)), replace(options, scale=0.5))  # batch, lengths and scale do not matter
     assert compile_ahead.compiles_only() is False
+    assert (compile_ahead._MAX_SEEN, compile_ahead._MAX_BYTES) == (256, 512 * 2**20)
     monkeypatch.setattr(compile_ahead, "_MAX_SEEN", len(kinds) + 1)
     assert compiles(replace(inputs, v=zeros(2, 24))) and not compiles(inputs)
     assert compiles(replace(inputs, v=zeros(2, 32))) and compiles(inputs)  # the set was full and was cleared
