@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from tests.kernels.calls import backward, forward
 from tests.kernels.shards import work_of
 
 from longspan._kernels.protocol import AttentionInputs, Grads, Selection, Work
-from longspan._kernels.triton import TritonKernel
+from longspan._kernels.triton import TritonKernel, gathered_call
 from longspan._kernels.triton.gathered_call import without_repeats
 
 KERNEL = TritonKernel()
@@ -100,3 +102,14 @@ def test_repeated_entries_are_dropped_from_strided_lists() -> None:
     for given in (indices, indices.T.contiguous().T):
         got = without_repeats(given, 9).tolist()
         assert [sorted(i for i in row if i >= 0) for row in got] == [[1, 3, 4], [2, 7], [5, 6]]
+
+
+@pytest.mark.parametrize(("rows", "ctas"), [(1, 1), (1056, 1056), (1057, 1056), (5000, 1056)])
+def test_long_lists_share_the_bits_of_1056_ctas(rows: int, ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CTA has a bit per block of keys; 70 blocks are three words."""
+    launched: list[Any] = []
+    monkeypatch.setattr(gathered_call, "layout_launch", lambda *args: launched.append(args) or (lambda tensors, per_call: None))
+    without_repeats(torch.zeros(rows, 5, dtype=torch.int32), 70)
+    ((_, tensors, constants, count),) = launched
+    assert count == constants["ctas"] == ctas and tensors["bits_ptr"].shape == (ctas, 3) and not tensors["bits_ptr"].any()
+    assert (constants["rows"], constants["words"], constants["K"], constants["KP"]) == (rows, 3, 5, 8)

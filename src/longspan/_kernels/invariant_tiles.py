@@ -129,7 +129,7 @@ class InvariantTiles:
         if state is None:
             return torch.full(shape, -torch.inf, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device), acc
         top = _padded(state.lse[:, :, rows, None], dtype)
-        return top, torch.where(top == -torch.inf, 0.0, 1.0), acc
+        return top, torch.ones_like(top), acc  # a sink of −inf: the first tile multiplies the sum by exp(−inf)
 
     def _kv_tile(self, x: Tensor, tile: int) -> Tensor:
         """A padded tile of k or v [N, T, W], repeated for each query head. Cached for the call."""
