@@ -186,6 +186,7 @@ MASKS: dict[str, Mod] = {
         (BYTES[q].long() + (2**31 - 2**8 - 1) > h) & (SHORT[q].long() + (2**31 - 2**15 - 1) > h) & (WORDS[q].long() + 1 > h)
         & (SMALL[q].long() + (2**31 - 2**7 - 1) > h) & (SMALL[q].long() + (2**31 - 2**7) > h) & (FLAGS[q].long() + (2**31 - 2) > h)
         & (SMALL[q].long() ** 2 + (2**31 - 2**14 - 1) > h) & (SMALL[q].long().square() + (2**31 - 2**14) > h)
+        & (SMALL[q].long().square() + (2**31 - 2**14 - 1) > h) & (torch.sign(WORDS[q]).long() * (2**31 - 1) > h)
     ),
     "numbers": lambda b, h, q, kv: (q - 2**31 > kv - 2**31 - 1) & (q == 2**31 - 1) & (q < 2**31) & (kv != -(2**31)) & (q + 0 > -0.5),
     "other powers": lambda b, h, q, kv: q**9 > kv,

@@ -139,8 +139,10 @@ def _scaled(e: Emitter, node: Node, value: Value, alpha: Any) -> Value:
 @emits("add", "sub", "rsub")
 def _add(e: Emitter, node: Node, args: list[Any]) -> Value:
     name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
-    a, b = (args[1], args[0]) if name == "rsub" else args[:2]
-    alpha = node.kwargs.get("alpha", args[2].literal if len(args) > 2 else 1)
+    a, b, *more = args
+    if name == "rsub":
+        a, b = b, a
+    alpha = more[0].literal if more else node.kwargs.get("alpha", 1)
     b = _scaled(e, node, b, alpha)
     sign = "+" if name == "add" else "-"
     type = result_type(node)
@@ -303,16 +305,14 @@ def _completed(args: list[Any], *defaults: float) -> list[Any]:
 @emits("clamp", "clamp_min", "clamp_max", "hardtanh", "relu")
 def _clamp(e: Emitter, node: Node, args: list[Any]) -> Value:
     name, type = node.target.overloadpacket.__name__, result_type(node)  # type: ignore[union-attr]
-    low, high = (None if x is None else e.argument(node, x) for x in (node.kwargs.get("min"), node.kwargs.get("max")))
     if name == "relu":
-        low = constant(0)
+        low, high = constant(0), None
     elif name == "clamp_max":
-        high = args[1] if len(args) > 1 else high
+        low, high = None, args[1]
     elif name == "hardtanh":
         _, low, high = _completed(args, -1.0, 1.0)
     else:
-        low = args[1] if len(args) > 1 else low
-        high = args[2] if len(args) > 2 else high
+        low, high = args[1], args[2] if len(args) > 2 else None
     out = args[0]
     if low is not None:
         out = _pick(e, "maximum", out, low, type)
