@@ -16,12 +16,18 @@ from tests.other_device import OTHER, OtherDevice
 
 import longspan as ls
 import longspan.integrations.transformers as lst
-from longspan.integrations import _paged_attention
+from longspan.integrations import _paged_attention, memory, prepare_batch
+from longspan.integrations._batch_parts import own_labels
+from longspan.integrations._forward import Forward, in_forward
+from longspan.integrations._host_store import HostStore
+from longspan.integrations._mixers import _gather_inputs
 from longspan.integrations._model_mask import ModelMask
+from longspan.integrations._one_query import attend_one_query
 from longspan.integrations._paged_attention import absorbed, attend_paged
 from longspan.integrations._paged_cache import PagedCache, PendingUpdate
 from longspan.integrations._pair_masks import attend_pairs
 from longspan.integrations._recent_plans import _contents
+from longspan.integrations.loss import linear_token_loss
 from longspan.integrations.transformers import _real_keys, attention_forward
 
 REAL = torch.tensor([[1] * 9, [0, 0] + [1] * 7])
@@ -152,3 +158,70 @@ def test_contents_of_a_view_are_those_of_its_copy() -> None:
     whole = torch.arange(12).view(3, 4)
     for view in (whole[:, ::2], whole.T, whole[0].expand(5, 4)):
         assert _contents(view) == _contents(view.clone(memory_format=torch.contiguous_format)) != _contents(view + 1)
+
+
+# --------------------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_a_tensor_on_the_host_is_stored_without_its_graph_and_may_not_change() -> None:
+    x = torch.arange(6.0, requires_grad=True) * 2
+    stored = HostStore().put(x)
+    assert stored.read().data_ptr() == x.data_ptr() and not stored.read().requires_grad
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="was modified in place"):
+        stored.read()
+
+
+def test_gradients_that_share_memory_are_summed_apart() -> None:
+    """The gradient of each weight is that of the chunk's result itself."""
+    first, second = nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(3, 2))
+    x = torch.zeros(9, 2, requires_grad=True)
+    grad = torch.arange(18.0).view(9, 2)
+    memory.tiled(lambda part: part + first + second, x, chunk=3).backward(grad.clone())
+    want = grad.view(3, 3, 2).sum(0)
+    assert first.grad is not None and second.grad is not None and x.grad is not None
+    assert torch.equal(first.grad, want) and torch.equal(second.grad, want) and torch.equal(x.grad, grad)
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="needs a torch with Tensor.grad_dtype")
+def test_the_gradient_of_a_weight_of_several_chunks_is_rounded_to_its_dtype() -> None:
+    weight = torch.zeros(5, 3, dtype=torch.bfloat16, requires_grad=True)
+    weight.grad_dtype = None  # type: ignore[attr-defined]  # any dtype: autograd does not cast
+    hidden, labels = torch.ones(1, 7, 3, dtype=torch.bfloat16), torch.zeros(1, 7, dtype=torch.long)
+    linear_token_loss(hidden, weight, labels, count=7, chunk=2, kernel="tiled").backward()
+    assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
+
+
+def test_values_of_two_dtypes_may_be_close() -> None:
+    assert memory._all_close((torch.ones(2).bfloat16(), torch.ones(2)), (torch.ones(2).double(), torch.ones(2).bfloat16()))
+    assert not memory._all_close((torch.ones(2), torch.ones(2)), (torch.ones(2).bfloat16(), torch.zeros(2)))
+
+
+# --------------------------------------------------------------------------------------------------------------------------- layers
+
+
+def test_a_sink_of_another_dtype_leaves_that_of_queries() -> None:
+    query, key = torch.randn(2, 4, 1, 3), torch.randn(2, 2, 5, 3)
+    for dtype in (torch.float64, torch.bfloat16):
+        out = attend_one_query(query, key, key, ModelMask(mask=None), scale=None, sink=torch.ones(4, dtype=dtype), score_mod=None)
+        assert out is not None and out.dtype == torch.float32 and out.is_contiguous()
+
+
+def test_a_layer_without_attention_gets_the_padding_as_numbers_on_its_device() -> None:
+    class Mixer(nn.Module):
+        def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> None: ...
+
+    plans = prepare_batch({"input_ids": torch.ones(2, 9, dtype=torch.long), "attention_mask": REAL}, ls.Mesh.abstract(1))["longspan_plan"]
+    with in_forward(Forward(plans)):
+        for place in ("cpu", OTHER):
+            with OtherDevice():
+                given = _gather_inputs(Mixer(), (torch.zeros(2, 9, 3).to(place),), {})
+                assert given is not None
+                mask = given[1]["attention_mask"]
+                assert mask.dtype == torch.long and mask.device == torch.device(place) and torch.equal(mask.cpu(), REAL)
+
+
+def test_labels_of_an_encoder_are_masked_on_their_device() -> None:
+    with OtherDevice():
+        labels = own_labels({"labels": REAL.to(OTHER)}, REAL == 0, "an encoder")
+        assert labels is not None and labels.cpu().tolist() == REAL.masked_fill(REAL == 0, -100).tolist()

@@ -41,7 +41,7 @@ class _Alias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.float(), None
+        return grad, None  # autograd widens it to the dtype of the stand-in
 
 
 def aliases(weight: Tensor) -> Callable[[], Tensor]:
