@@ -69,6 +69,7 @@ def test_variants_perturb_the_order_by_up_to_15_percent() -> None:
 def test_short_neighbouring_groups_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lead_fill._merged_groups([0, 3, 8, 9, 30, 33, 50]) == [(0, 8), (8, 9), (9, 30), (30, 33), (33, 50)]
     assert lead_fill._merged_groups([0, 9, 18, 26]) == [(0, 9), (9, 18), (18, 26)]
+    assert lead_fill.MAX_GROUPS == 400
     monkeypatch.setattr(lead_fill, "MAX_GROUPS", 2)
     assert lead_fill._merged_groups([0, 9, 18, 27, 36]) == [(0, 27), (27, 36)]  # up to 32 units together, for two groups
     assert len(lead_fill._merged_groups(list(range(0, 64 * 5, 64)))) == 4  # more than 64 units together are never short

@@ -11,6 +11,8 @@ import torch
 
 import longspan as ls
 from longspan._balance.demand import Demand
+from longspan._cost import estimate
+from longspan._cost import simulate as simulating
 from longspan._cost.estimate import OwnerEstimate, _full_and_partial
 from longspan._cost.pair_counts import balance_of, split_heads
 from longspan._cost.predict import timeline
@@ -111,6 +113,7 @@ def test_kv_and_gradients_in_flight_are_those_of_two_steps_of_the_pass_with_more
 
 
 def test_as_many_units_as_are_allowed_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (simulating.MAX_UNITS, simulating.SAMPLED_RANKS) == (65536, 16)
     monkeypatch.setattr("longspan._cost.simulate.MAX_UNITS", 100)
     assert [demand_for(ls.full(), tokens, 2).unit for tokens in (12800, 12801)] == [128, 256]
 
@@ -163,6 +166,7 @@ def test_estimates_of_cut_tiles_are_near_the_plans_own(tokens: int, ranks: int, 
 
 
 def test_many_steps_are_merged_with_their_exchanges_and_query_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert estimate.MAX_STEPS == 256
     monkeypatch.setattr("longspan._cost.estimate.MAX_STEPS", 2)
     work = workload("exchange", stages=3)
     assert work.received.sum(0).tolist() == [[0, 512, 0], [0, 256, 0], [0, 512, 256]] and work.exchanges.tolist() == [0, 2, 1]

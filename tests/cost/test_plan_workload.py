@@ -225,6 +225,7 @@ def test_unknown_sizes_count_as_1_and_the_head_dim_as_128(options: dict[str, Any
 
 
 def test_chunks_have_at_most_as_many_entries_as_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan_workload.CHUNK == 1 << 24
     for limit, tiles, want in ((12, 4, [3, 3, 1]), (11, 4, [2, 2, 2, 1]), (3, 4, [1] * 7), (12, 0, [7]), (3, 0, [3, 3, 1]), (28, 4, [7])):
         monkeypatch.setattr(plan_workload, "CHUNK", limit)
         chunks = list(plan_workload._chunks(7, tiles))

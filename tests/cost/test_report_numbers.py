@@ -111,6 +111,7 @@ def test_only_simulations_that_fit_the_memory_are_listed(monkeypatch: pytest.Mon
     sizes = sorted(made.in_flight for made in every)
     assert len({*sizes}) > 1
     room = cluster("h100").memory
+    assert simulate.KV_MEMORY == 0.5
     monkeypatch.setattr(simulate, "KV_MEMORY", sizes[0] / room)
     assert [made.in_flight for made in simulate.simulate(ls.sliding_window(100), 4096, 4, **options)] == [n for n in sizes if n == sizes[0]]
     monkeypatch.setattr(simulate, "KV_MEMORY", 0.0)

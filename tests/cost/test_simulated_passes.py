@@ -118,8 +118,8 @@ def simulated(work: Workload, backward: bool) -> dict[str, Any]:
         per_rank = queries * float(work.local[r]) * s.q_bytes + keys * kv_tokens[r] * s.kv_bytes * copies
         bytes_ = per_rank * (work.degree - 1) / work.degree * slow_link[r]
         share = work.cross_node_share
-        inside = bytes_ * (1 - share) / c.inside.bandwidth + c.inside.latency
-        return max(inside, bytes_ * share / c.between.bandwidth + c.between.latency) + 4 * bytes_ / c.hbm
+        inside = bytes_ * (1 - share) / c.inside.bandwidth + c.inside.latency * (share < 1)
+        return max(inside, bytes_ * share / c.between.bandwidth + c.between.latency * (share > 0)) + 4 * bytes_ / c.hbm
 
     seconds = [[compute(r, i) for i in range(steps)] for r in range(R)]
     transfer, returns = exchange(received, sent, token), exchange(sent, received, grad_token)
@@ -195,6 +195,8 @@ def test_passes_of_other_kinds(seed: int) -> None:
     check(replace(random_work(seed, 1), merge_bytes=torch.full((R, 1), 1e6, dtype=torch.float64)))
     check(work.split())
     check(replace(work, degree=2, rank=torch.arange(R)))
+    for share in (0.0, 1.0):  # all transposes inside a node, or all between nodes
+        check(replace(work, degree=2, rank=torch.arange(R), cross_node_share=share))
     check(replace(work, degree=8, shape=replace(work.shape, element=4)))
     if work.steps > 1:
         check(work.join())

@@ -9,6 +9,7 @@ import torch
 
 import longspan as ls
 from longspan._cost.options import Option
+from longspan._plan.schedule import STAGE_TOKENS
 from longspan._plan.strategies import one_axis_strategy, strategy_for
 from longspan._planner.build import BuiltPlan, Choice, PlanBuilder
 from longspan._planner.request import CallSizes, PlanRequest, RequestedOptions
@@ -189,6 +190,7 @@ def test_backward_moves_only_kv_that_is_read() -> None:
 
 
 def test_stages_of_an_exchange_have_a_shard_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert STAGE_TOKENS == 16384
     monkeypatch.setattr("longspan._plan.schedule.STAGE_TOKENS", 128)
     fixed: dict[str, Any] = {"strategy": "exchange", "layout": "contiguous", "sizes": CallSizes()}
     assert builder([ls.full()], **fixed).plans()[0].schedule.stages == 3  # three shards of 256 tokens

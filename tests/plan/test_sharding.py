@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import longspan as ls
+from longspan._plan import sharding
 from longspan._plan.sharding import _select, places, shard, unshard
 from longspan.testing import virtual_world
 
@@ -73,3 +74,13 @@ def test_positions_follow_the_device_of_the_tensor() -> None:
         x = torch.empty(7, 5, device="cuda")
         parts = [_select(x, 1, one, 0), _select(x, 1, two, 0, row=1)]
     assert [(part.device.type, part.shape) for part in parts] == [("cuda", (7, 2)), ("cuda", (7, 3))]
+
+
+@pytest.mark.parametrize(("count", "gathered"), [(16, 0), (17, 1)])
+def test_up_to_16_segments_are_concatenated_and_more_are_gathered(count: int, gathered: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(sharding, "_select", lambda x, dim, layout, rank: asked.append(rank) or _select(x, dim, layout, rank))
+    segments = tuple((2 * i, 1) for i in range(count)), tuple((2 * i + 1, 1) for i in range(count))
+    x = torch.arange(2 * count * 3).view(3, 2 * count)
+    got = shard(x, 1, ls.Layout(length=2 * count, rows=(segments,)), 1)
+    assert got.tolist() == x[:, 1::2].tolist() and asked == [1] * gathered

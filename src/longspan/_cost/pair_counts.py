@@ -71,5 +71,5 @@ def split_heads(by_head: Tensor, degree: int, heads: int) -> Tensor:
     if len(by_head) == 1:
         return by_head.expand(degree, -1) * (heads / degree)
     if heads % degree:
-        return by_head.sum(0, keepdim=True).expand(degree, -1) / degree
+        return by_head.sum(0).expand(degree, -1) / degree
     return by_head.view(degree, heads // degree, -1).sum(1)
