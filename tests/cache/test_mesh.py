@@ -266,12 +266,3 @@ def test_a_step_that_one_rank_rejects_raises_on_all_ranks_and_later_calls_work(f
 
     first, second = virtual_world(2).run(run)
     assert torch.equal(first, second)
-
-
-def test_triton_rejects_a_cache_over_a_mesh() -> None:
-    def run(mesh: ls.Mesh) -> None:
-        cache = make_cache(mesh=mesh)
-        with pytest.raises(ValueError, match="kernel 'triton' does not support a cache over a mesh"):
-            ls.attention(*tokens(1, 1), cache=cache.step(cache.allocate(1), 1), layer=0, kernel="triton")
-
-    virtual_world(2).run(run)

@@ -19,6 +19,7 @@ from torch import Tensor
 from longspan._cache.step import CacheStep, tokens_first
 from longspan._comm.agreement import raising_on_all_ranks
 from longspan._engine.cached_chunk import Chunk, attend_chunk, first_gathered
+from longspan._engine.cached_local import local_programs
 from longspan._engine.cached_mesh import attend_over_mesh
 from longspan._engine.cached_prepared import attend_again, prepare, repeated_key, split_kernel
 from longspan._engine.cached_tokens import StepQueries, StepResults
@@ -74,7 +75,8 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[Te
         if mesh is not None:
             with raising_on_all_ranks(mesh):
                 pages.write(tokens_first(k), tokens_first(v), step.ranges)
-            out, lse = attend_over_mesh(StepQueries(q, step, layer), pages, work, mesh, kernel=call.kernel, with_lse=call.return_lse)
+            queries = StepQueries(q, step, layer)
+            out, lse = attend_over_mesh(queries, pages, work, mesh, kernel=call.kernel, with_lse=call.return_lse, by_triton=by_triton)
         else:
             out, lse = _attend_alone(_Tokens(q, k, v), pages, call, work, by_triton=by_triton)
     step.finish_layer(layer)
@@ -123,16 +125,16 @@ def _attend_alone(tokens: _Tokens, pages: PagedKV, call: CachedCall, work: Paged
 
 def _decodes_by_triton(q: Tensor, v: Tensor, step: CacheStep, work: PagedWork, kernel: str) -> bool:
     """Whether the triton kernel writes the new tokens and computes the sequences with few queries. Raises if named and not supported."""
-    if kernel == "triton" and step.cache.mesh is not None:
-        raise NotSupported("kernel 'triton' does not support a cache over a mesh: expected 'auto' or 'cpu'")
-    if kernel == "cpu" or step.cache.mesh is not None or (kernel == "auto" and not (q.is_cuda and has_triton())):
+    if kernel == "cpu" or (kernel == "auto" and not (q.is_cuda and has_triton())):
         return False
     kernel_named("triton")  # raises if it is not installed
-    from longspan._kernels.triton.decode_call import unsupported_reason
+    from longspan._kernels.triton.decode_call import unsupported_program, unsupported_reason
 
     longest = _longest(step)
     dims = q.shape[-1], v.shape[-1]
     reason = unsupported_reason(q, dims, work, sequences=len(step.ids), longest=longest, shared=step.cache.shared_kv)
+    if reason is None and step.ranges.spread is not None:
+        reason = unsupported_program(local_programs(work, step.ranges.spread), q.dtype, longest)
     if reason is not None and kernel == "triton":
         raise NotSupported(f"kernel 'triton' does not support this call: {reason}. kernel='auto' picks one that does")
     return reason is None

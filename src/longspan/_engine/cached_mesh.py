@@ -21,6 +21,7 @@ from longspan._comm.all_reduce import all_reduce_rows
 from longspan._comm.gather import all_gather_rows
 from longspan._comm.mesh import Mesh
 from longspan._engine.cached_chunk import Chunk, attend_chunk, first_gathered
+from longspan._engine.cached_local import attend_local
 from longspan._engine.cached_tokens import StepQueries, StepResults
 from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork
 from longspan._kernels.paged_splits import attend_sequence, gathered_keys, merge_ranks
@@ -31,15 +32,17 @@ _NAMED = 32  # sequences that an error message names
 
 
 def attend_over_mesh(
-    queries: StepQueries, pages: PagedKV, work: PagedWork, mesh: Mesh, *, kernel: str, with_lse: bool
+    queries: StepQueries, pages: PagedKV, work: PagedWork, mesh: Mesh, *, kernel: str, with_lse: bool, by_triton: bool = False
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(out, lse), the same bits on every rank, after the new tokens were written. lse is None unless asked for.
+
+    by_triton: whether triton's decode kernel computes this rank's partial results; other ranks may do otherwise.
 
     Raises:
         RuntimeError: A rank is late, dead or has failed. The message names the sequences in flight.
     """
     try:
-        return _MeshCall(queries, pages, work, mesh, kernel=kernel, with_lse=with_lse).run()
+        return _MeshCall(queries, pages, work, mesh, kernel=kernel, with_lse=with_lse, by_triton=by_triton).run()
     except RuntimeError as error:
         sequences = ", ".join(map(str, queries.step.ids[:_NAMED])) + (", …" if len(queries.step.ids) > _NAMED else "")
         error.args = (f"{error}; sequences in flight: {sequences}", *error.args[1:])
@@ -50,8 +53,9 @@ class _MeshCall:
     """One layer's attention. Results are rows of bytes [T, H, …] in the order of tokens: out, then lse if asked for."""
 
     def __init__(
-        self, queries: StepQueries, pages: PagedKV, work: PagedWork, mesh: Mesh, *, kernel: str, with_lse: bool
+        self, queries: StepQueries, pages: PagedKV, work: PagedWork, mesh: Mesh, *, kernel: str, with_lse: bool, by_triton: bool = False
     ) -> None:  # fmt: skip
+        self.by_triton = by_triton
         self.queries, self.pages, self.work, self.mesh, self.kernel, self.with_lse = queries, pages, work, mesh, kernel, with_lse
         self.q, self.step, layer = queries
         self.wide, self.heads, self.dim = state_dtype(self.q.dtype), self.q.shape[1], pages.v.shape[-1]
@@ -101,13 +105,15 @@ class _MeshCall:
     def _by_passing_partial_results(self, indices: list[int], tokens: list[int]) -> Tensor:
         """Result bytes [t, H, …] of the tokens of some sequences."""
         with raising_on_all_ranks(self.mesh):
-            local = self._local_results(indices)
-            packed = torch.cat([local.out, local.lse[..., None]], -1).transpose(1, 2).flatten(0, 1)[tokens].flatten(0, 1)
+            out, lse = self._local_results(indices)
+            packed = torch.cat([out, lse[..., None]], -1).transpose(1, 2).flatten(0, 1)[tokens].flatten(0, 1)
         merged = all_reduce_rows(self.mesh, packed, _merged, self._finished, what=_WHAT, fields=self.fields)
         return merged.view(len(tokens), self.heads, merged.shape[-1])
 
-    def _local_results(self, indices: list[int]) -> StepResults:
-        """Partial results of the pages that this rank holds, in the dtype of running results."""
+    def _local_results(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """(out, lse) over the pages that this rank holds, in the dtype of running results. Rows of other sequences are not initialised."""
+        if self.by_triton:
+            return attend_local(self.queries, self.pages, self.work, indices, self.kernel)
         q, step, work = self.q, self.step, replace(self.work, sink=None)
         out = torch.empty((*q.shape[:3], self.dim), dtype=self.wide, device=q.device)
         local = StepResults(self.queries, out, torch.empty(q.shape[:3], dtype=self.wide, device=q.device))
@@ -118,7 +124,7 @@ class _MeshCall:
                 assert keys is not None
                 block = slice(first, min(first + FEW_QUERIES, count))
                 local.add(i, *attend_sequence(local.queries(i)[:, block], keys, step.ranges.starts[i] + first, work), block)
-        return local
+        return local.out, local.lse
 
     def _finished(self, rows: Tensor, indices: range) -> Tensor:
         """Result bytes of merged rows, with the sink. `indices`: of (token, head) pairs."""

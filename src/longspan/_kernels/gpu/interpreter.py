@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from threading import RLock
 
 import torch
 import triton
@@ -22,8 +23,15 @@ def computable(tensor: Tensor) -> Tensor:
     return tensor.float() if interpreted() and tensor.dtype == torch.bfloat16 else tensor
 
 
-def quiet() -> AbstractContextManager[Any]:
-    """A context without NumPy's floating-point warnings: masked elements may overflow."""
+@contextmanager
+def quiet() -> Iterator[None]:
+    """A context for one launch: without NumPy's floating-point warnings, since masked elements may overflow, and one thread at a time,
+    since the interpreter replaces functions of `triton.language` while it runs.
+    """
     import numpy
 
-    return numpy.errstate(all="ignore")
+    with _running, numpy.errstate(all="ignore"):
+        yield
+
+
+_running = RLock()

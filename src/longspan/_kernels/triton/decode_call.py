@@ -64,7 +64,12 @@ def unsupported_reason(q: Tensor, dims: tuple[int, int], work: PagedWork, *, seq
     for program, captured in ((work.mask, work.mask_captured), (work.score, work.score_captured)):
         if program is not None and not stays_inside(program, captured, (sequences, q.shape[1], longest, longest)):
             return f"{program.name} may look outside of a tensor that it captures, for sequences of {longest} tokens"
-    options = _options(work, q.dtype, longest)
+    return unsupported_program(work, q.dtype, longest)
+
+
+def unsupported_program(work: PagedWork, dtype: torch.dtype, longest: int) -> str | None:
+    """The reason why a program cannot be compiled; else None."""
+    options = _options(work, dtype, longest)
     return next((r for p in (work.mask, work.score) if (r := codegen.unsupported(p, None, options)) is not None), None)
 
 
@@ -124,17 +129,18 @@ def writes_new_tokens(pages: PagedKV, ranges: QueryRanges) -> bool:
     return max(ranges.counts, default=0) <= FEW_QUERIES and computable(pages.k) is pages.k
 
 
-def attend_pages(queries: Queries, pages: PagedKV, work: PagedWork) -> tuple[Tensor, Tensor]:
-    """(out, lse) of all sequences with at most FEW_QUERIES queries; rows of other sequences are not initialised.
+def attend_pages(queries: Queries, pages: PagedKV, work: PagedWork, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of all sequences with at most FEW_QUERIES queries. Rows of others, and of sequences without keys, are not initialised.
 
-    One launch for each tile size that a sequence has: tiles follow from the sequence's own number of queries.
+    One launch for each tile size that a sequence has: tiles follow from the sequence's own number of queries. dtype: of out; None: that of
+    the queries.
     """
     q = queries.q
     kv = computable(pages.k), computable(pages.v)
-    out, lse = empty_results(q, kv[1].shape[-1])
+    out, lse = empty_results(q, kv[1].shape[-1], dtype)
     for sizes in page_sizes(queries, pages, reads=_reads_tensors(work)):
         decode_launch(queries, (*kv, pages.table), work, sizes, (out, lse)).run()
-    return out.to(q.dtype), lse
+    return out.to(dtype or q.dtype), lse
 
 
 def page_sizes(queries: Queries, pages: PagedKV, *, reads: bool = False) -> list[DecodeSizes]:
@@ -144,7 +150,7 @@ def page_sizes(queries: Queries, pages: PagedKV, *, reads: bool = False) -> list
     heads, kv_heads = q.shape[1], pages.k.shape[1]
     by_tile: dict[int, list[int]] = {}
     for i, count in enumerate(ranges.counts):
-        if 0 < count <= FEW_QUERIES:
+        if 0 < count <= FEW_QUERIES and ranges.lengths[i]:
             by_tile.setdefault(tile_rows(count * (heads // kv_heads), pages.v.shape[-1], q.dtype), []).append(i)
     made = []
     for m, chosen in by_tile.items():
@@ -210,9 +216,10 @@ def _takes_groups(q: Tensor, kv_heads: int, rows: int, dim: int, queries: int, s
     return rows * launch.padded(dim) <= GROUPED_RESULTS and split.groups_fill(tiles, sm_count(q.device), needed)
 
 
-def empty_results(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def empty_results(q: Tensor, dim: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of queries; dtype: of out, if it is not that of the queries."""
     q = computable(q)
-    return like_query(q, dim, q.dtype), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    return like_query(q, dim, dtype or q.dtype), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
 class Launches(NamedTuple):
