@@ -55,7 +55,8 @@ def test_lists_hold_distinct_keys_that_single_queries_see(mask: ls.Mask | None, 
     indices[:, 1, 2] = -1
     indices[:, 0, :] = indices[:, 0, :].sort(-1).values
     indices[:, 2, 0] = torch.arange(k)  # no repeats
-    selection = Selection(indices=indices.to(DEVICE), granularity=1, q_granularity=q_granularity, heads_per_choice=2)
+    strided = indices.to(DEVICE).mT.contiguous().mT
+    selection = Selection(indices=strided, granularity=1, q_granularity=q_granularity, heads_per_choice=2)
     lists = ChosenKeysCall(inputs_of(batch, 6, 3, tokens, tokens), work_of(tokens, tokens, mask), selection).lists()
     mask = mask if q_granularity == 1 else None  # of several queries, the kernel evaluates it
     assert lists.counts.shape == (batch_rows if mask is None else batch, choices, rows)
