@@ -19,6 +19,7 @@ from longspan._kernels.paged import PagedKV, PagedWork, QueryRanges, query_range
 from longspan._kernels.triton import decode_call
 from longspan._kernels.triton.decode_call import Queries, page_sizes
 from longspan._kernels.triton.decode_sizes import DecodeSizes
+from longspan._kernels.triton.decode_tile import choose_tile
 from longspan._kernels.triton.split_rule import SplitCounts, SplitRule
 from longspan._masks.trace_cache import traces
 
@@ -137,3 +138,34 @@ def test_calls_whose_captured_tensors_have_other_sizes_have_launches_of_their_ow
 @pytest.mark.parametrize(("dtype", "fast"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, True)])
 def test_functions_of_mods_are_approximate_in_half_precision_only(dtype: torch.dtype, fast: bool) -> None:
     assert decode_call._options(PagedWork(scale=0.3), dtype, 100).fast is fast
+
+
+@pytest.mark.parametrize("kind", ["mask", "score"])
+def test_programs_over_tables_of_two_billion_elements_have_wide_indices(kind: str) -> None:
+    for size, big in ((2**31 - 1, False), (2**31, True)):
+        tables = [torch.empty(3, device="meta"), torch.empty(size, dtype=torch.int8, device="meta")]
+        captured: dict[str, Any] = {f"{kind}_captured": tables}
+        assert decode_call._options(PagedWork(scale=0.3, **captured), torch.float16, 100).big_tables is big
+
+
+@pytest.mark.parametrize(
+    ("interpreted", "hip", "capability", "expected"),
+    [
+        (False, None, (9, 0), True), (False, None, (10, 0), True), (False, None, (8, 9), False), (False, "6.4", (9, 4), False),
+        (True, None, (9, 0), False),
+    ],
+)  # fmt: skip
+def test_tma_is_used_on_hopper_gpus_and_later_ones(
+    interpreted: bool, hip: str | None, capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In tiles that pages divide, of keys that TMA can describe and whose shared elements need no padding."""
+    monkeypatch.setattr(decode_call, "interpreted", lambda: interpreted)
+    monkeypatch.setattr(decode_call, "capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert decode_call._is_hopper_or_later(CPU) is expected
+    tile = choose_tile(dim=512, dtype=torch.bfloat16, rows=16, waves=1.0)
+    keys, odd = torch.zeros(3, 1, 128, 576).bfloat16(), torch.zeros(3, 1, 96, 576).bfloat16()
+    assert decode_call._loads_by_tma(keys, 512, True, tile) is expected
+    assert decode_call._loads_by_tma(odd, 512, False, tile) is expected and not decode_call._loads_by_tma(odd, 512, True, tile)
+    assert not decode_call._loads_by_tma(keys, 500, True, tile) and not decode_call._loads_by_tma(keys[..., 1:], 512, True, tile)
+    assert not decode_call._loads_by_tma(keys, 512, True, replace(tile, tma=False))
