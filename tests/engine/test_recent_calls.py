@@ -209,3 +209,14 @@ def test_versions_tell_modifications_of_a_callers_own_tensors_on_a_gpu(monkeypat
     uncounted.clear()
     computed = ls.mask_mod(lambda b, h, q, kv: first.int()[q] == first.int()[kv])
     assert not call_cache._versions_tell(computed, list(computed.traced.sources))
+
+
+def test_four_layouts_of_a_call_are_recent() -> None:
+    cache, entries = CallCache(), []
+    layouts = [[t[:, :, :n].contiguous() for t in (Q, K, V)] for n in (8, 16, 24, 32, 40)]
+    for tensors in layouts:
+        entries.append(CallEntry())
+        key = cache.key(*tensors, OPTIONS)
+        assert key is not None
+        cache.note_recent(*tensors, OPTIONS, key, entries[-1])
+    assert [cache.recent(*tensors, OPTIONS) for tensors in layouts] == [None, *entries[1:]]
