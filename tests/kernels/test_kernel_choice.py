@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -138,6 +139,25 @@ def test_hopper_is_a_candidate_on_its_gpu_alone(way: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(registry, "_capability", lambda device: capability)
     monkeypatch.setattr(kernel, "untested_triton", lambda: None)
     assert registry.first_candidate(CPU) == ("hopper" if way == "hopper" else "triton")
+
+
+def test_an_untested_triton_on_hopper_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    from longspan._kernels.gpu import interpreter
+    from longspan._kernels.hopper import kernel
+
+    monkeypatch.setattr(registry, "has_gluon", lambda: True)
+    monkeypatch.setattr(interpreter, "interpreted", lambda: False)
+    monkeypatch.setattr(registry, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernel, "untested_triton", lambda: "Triton 9.9 was not tested")
+    registry._warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert [registry.first_candidate(CPU) for _ in range(2)] == ["triton", "triton"]
+    (one,) = told
+    assert str(one.message) == "kernel='auto' uses 'triton' on this Hopper GPU, which is slower than 'hopper': Triton 9.9 was not tested"
+    assert one.filename == registry.__file__
+    registry._warn_once.cache_clear()
 
 
 @pytest.mark.parametrize("backend", ["flash", "mem_efficient", "cudnn"])
