@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 import longspan as ls
 from longspan._engine import kv_exchange
 from longspan._engine.kv_exchange import StepKV
-from longspan._engine.step_calls import MAX_LAYOUTS, StepCalls, forward_layouts
+from longspan._engine.step_calls import MAX_LAYOUTS, LayoutCalls, StepCalls, forward_layouts
 from longspan._engine.values import BackwardTensors, CallTensors
 from longspan._kernels import registry
 from longspan._kernels.cpu import CpuKernel
@@ -341,3 +342,14 @@ def _one_step() -> tuple[Tensor, StepKV, Work]:
     q, k, v = (torch.randn(1, 1, 8, 8) for _ in range(3))
     work = Work(table=ls.full().block_table(8, 8), q_tiles=tiling, kv_tiles=tiling, scale=0.5)
     return q, StepKV(KVAddresses(k.data_ptr(), v.data_ptr()), lambda q: AttentionInputs(q=q, k=k, v=v)), work
+
+
+def test_gradients_of_a_step_are_wide_and_go_to_their_targets() -> None:
+    """Steps are summed: a kernel that rounds each of them would add its errors."""
+    given: list[tuple[bool, Any]] = []
+    kernel: Any = SimpleNamespace(backward=lambda tensors, work, *, wide, into: given.append((wide, into)))
+    q, kv, work = _one_step()
+    grads = Grads(q=q, k=q, v=q, captured=[])
+    tensors = BackwardInputs(inputs=AttentionInputs(q=q, k=q, v=q), out=q, lse=q[..., 0], grad_out=q)
+    LayoutCalls(kernel, None, None).backward((0, 0), tensors, kv, lambda: work, (), GradTargets(q, [], 0, 0, lambda: grads))
+    assert given == [(True, grads)]
