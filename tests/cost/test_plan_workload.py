@@ -230,3 +230,10 @@ def test_chunks_have_at_most_as_many_entries_as_the_limit(monkeypatch: pytest.Mo
         monkeypatch.setattr(plan_workload, "CHUNK", limit)
         chunks = list(plan_workload._chunks(7, tiles))
         assert [len(chunk) for chunk in chunks] == want and [rank for chunk in chunks for rank in chunk] == list(range(7))
+
+
+def test_workloads_of_four_sizes_of_nodes_are_kept() -> None:
+    data = planned("window").with_joined(False)
+    works = {per_node: of_plan(data, per_node) for per_node in (1, 2, 3, 4, 5)}
+    kept = plan_workload._workloads.values_of(data)
+    assert dict(kept) == {n: work for n, work in works.items() if n > 1}
