@@ -197,3 +197,26 @@ def test_a_score_mod_may_take_rows_of_a_table() -> None:
     row = torch.tensor(1)
     out = oracle(q, k, v, score_mod=lambda s, b, h, i, j: s * table[row, :].sum() / 12 + table[row, 2] * j)
     torch.testing.assert_close(out, oracle(q, k, v, score_mod=lambda s, b, h, i, j: s + 5.0 * j))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_everything_is_computed_in_the_given_dtype(dtype: torch.dtype) -> None:
+    """Also where inputs, the sink or the results of a score_mod have others."""
+    q, k, v = (x.to(torch.bfloat16) for x in inputs())
+    sink = torch.randn(H, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    want = oracle(*(x.to(dtype) for x in (q, k, v)), mask=some, score_mod=shifted, sink=sink.to(dtype), return_lse=True, dtype=dtype)
+    assert [x.dtype for x in want] == [dtype] * 2
+    for given in ((q.double(), k, v), (q, k.double(), v), (q, k, v.double()), (q, k, v)):
+        for sink_dtype in (torch.float64, torch.float32):
+            got = oracle(*given, mask=some, score_mod=shifted, sink=sink.to(sink_dtype), return_lse=True, dtype=dtype)
+            assert [x.dtype for x in got] == [dtype] * 2 and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    out, lse = oracle(q, k, v, score_mod=lambda s, b, h, i, j: s.double(), return_lse=True, dtype=dtype)
+    assert out.dtype == lse.dtype == dtype
+
+
+def test_errors_of_results_in_other_dtypes() -> None:
+    right = torch.tensor([math.inf, 1.5, -math.inf], dtype=torch.float64)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        assert error(torch.tensor([math.inf, 1.25, -math.inf], dtype=dtype), right) == 0.25
+        assert error(right, torch.tensor([math.inf, 1.25, -math.inf], dtype=dtype)) == 0.25
+        assert error(torch.tensor([math.inf, 1.25, math.inf], dtype=dtype), right) == math.inf

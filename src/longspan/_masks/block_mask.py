@@ -134,7 +134,7 @@ def _listed_tiles(block_mask: BlockMask) -> tuple[tuple[int, int, int, int], Ten
     for count, indices, kind in _lists(block_mask):
         count, indices = count[:, :, :q_tiles].reshape(-1).cpu(), indices[:, :, :q_tiles].reshape(batch * heads * q_tiles, -1).cpu()
         row, entry = (torch.arange(indices.shape[1]) < count[:, None]).nonzero(as_tuple=True)
-        column = indices[row, entry].long()
+        column = indices[row, entry]
         row, column = row[column < kv_tiles], column[column < kv_tiles]
         codes.append((row * max(1, kv_tiles) + column) * 4 + kind)
     # A tile in both lists is full. `unique` sorts its full code last; the last code of each tile is taken.

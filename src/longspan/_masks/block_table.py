@@ -115,7 +115,7 @@ class BlockTable:
 
     @cached_property
     def _counts(self) -> Counts:
-        length = (self.last - self.first + 1).long()
+        length = self.last - self.first + 1
         partial = int(length[self.kind == PARTIAL].sum())
         full = int(length[self.kind == FULL].sum())
         return Counts(empty=self.rows * self.kv_tiles - partial - full, partial=partial, full=full)
@@ -137,7 +137,7 @@ class BlockTable:
             of_kind = self.kind == kind
             count = torch.zeros(self.rows + 1, dtype=torch.int32)
             count[1:] = torch.bincount(self._row_of_run[of_kind], minlength=self.rows)
-            runs[kind] = Runs(count.cumsum(0, dtype=torch.int32), self.first[of_kind].int(), self.last[of_kind].int())
+            runs[kind] = Runs(count.cumsum(0, dtype=torch.int32), self.first[of_kind], self.last[of_kind])
         return runs
 
     @cached_property
@@ -149,8 +149,8 @@ class BlockTable:
         """Kind of each tile, [batch, heads, q_tiles, kv_tiles] int8, for tests and small tables."""
         edge = torch.zeros(self.rows, self.kv_tiles + 1, dtype=torch.int32)
         kind = self.kind.int()
-        edge.index_put_((self._row_of_run, self.first.long()), kind, accumulate=True)
-        edge.index_put_((self._row_of_run, self.last.long() + 1), -kind, accumulate=True)
+        edge.index_put_((self._row_of_run, self.first), kind, accumulate=True)
+        edge.index_put_((self._row_of_run, self.last + 1), -kind, accumulate=True)
         dense = edge.cumsum(1)[:, :-1].to(torch.int8)
         return dense.view(self.batch, self.heads, self.q_tiles, self.kv_tiles)
 

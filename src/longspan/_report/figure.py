@@ -26,7 +26,7 @@ def figure(report: PlanReport, path: str | Path | None = None) -> Any:
     drawing.suptitle(report.plan, parse_math=False)
     kv_coordinates = report.data.kv_coordinates
     # Steps of the golden ratio keep the colours of neighbouring ranks far apart.
-    colours = colormaps["turbo"]((torch.arange(int(kv_coordinates.max()) + 1).double() * 0.618034 % 1).tolist())
+    colours = colormaps["turbo"]((torch.arange(int(kv_coordinates.max()) + 1) * 0.618034 % 1).tolist())
     _draw_grid(grid_axes, report.data, colours)
     work_axes.bar(range(report.ranks), (report.pairs / report.pairs.mean().clamp(min=1)).tolist(), color=colours[kv_coordinates.tolist()])
     work_axes.axhline(1, color="grey", linewidth=0.8)

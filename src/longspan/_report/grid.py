@@ -37,8 +37,8 @@ def density_grid(data: PlanData, height: int, width: int) -> DensityGrid:
     line_of_run = torch.repeat_interleave(line_of_tile, table.ptr[: table.q_tiles + 1].diff())
     change = torch.zeros(height, table.kv_tiles + 1, dtype=torch.float64)  # +1 where a run begins, −1 past its end
     ones = torch.ones(runs, dtype=torch.float64)
-    change.index_put_((line_of_run, table.first[:runs].long()), ones, accumulate=True)
-    change.index_put_((line_of_run, table.last[:runs].long() + 1), -ones, accumulate=True)
+    change.index_put_((line_of_run, table.first[:runs]), ones, accumulate=True)
+    change.index_put_((line_of_run, table.last[:runs] + 1), -ones, accumulate=True)
     computed = torch.zeros(height, width, dtype=torch.float64).index_add_(1, column_of_tile, change.cumsum(1)[:, :-1])
 
     q_tiles_per_line = torch.bincount(line_of_tile, minlength=height)

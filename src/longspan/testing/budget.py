@@ -52,15 +52,15 @@ def budgets(
     allowed = {}
     for name, want in right.items():
         size = _largest(want)
-        dense_error = _largest(dense[name].double() - want)
+        dense_error = _largest(dense[name] - want)
         summed = (terms if dense_error else products) * query_rows**0.5 if name in captured else terms
         rounding = 2 * wide * max(summed, size) + (wide if name == "lse" or name in captured else narrow) * size
         draws = others if want.numel() <= FEW else ()
-        errors = [dense_error, *(_largest(by_dense[name].double() - by_right[name]) for by_right, by_dense in draws)]
+        errors = [dense_error, *(_largest(by_dense[name] - by_right[name]) for by_right, by_dense in draws)]
         allowed[name] = 2 * max(errors) + rounding
     return allowed
 
 
 def _largest(t: Tensor) -> float:
-    finite = t[torch.isfinite(t)].double()
+    finite = t[torch.isfinite(t)]
     return float(finite.abs().max()) if finite.numel() else 0.0
