@@ -70,8 +70,6 @@ def placed_like(result: Any, x: Any) -> Any:
         return tuple(placed_like(r, x) for r in result)
     if result is None:
         return None
-    if not hasattr(result, "shape"):
-        return type(result)(**{name: placed_like(value, x) for name, value in vars(result).items()})
     shape = (*x.shape[: result.ndim - 1], result.shape[-1]) if result.ndim == x.ndim else tuple(x.shape[: result.ndim])
     return as_dtensor(result, x, shape)
 
