@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from tests.other_device import OTHER, OtherDevice
 from torch import Tensor, nn
 
-from longspan.integrations import _liger, loss
+from longspan.integrations import _liger, loss, memory
 from longspan.integrations.loss import linear_token_loss, shift_labels, token_count, token_loss
 
 HIDDEN = torch.randn(2, 7, 3, generator=torch.Generator().manual_seed(1))
@@ -249,3 +250,14 @@ def test_a_checkpoint_is_loaded_from_its_folder_only(monkeypatch: pytest.MonkeyP
     assert text is tokenizer and not model.training and model.weight.device.type == "meta"
     local = {"local_files_only": True, "trust_remote_code": False}
     assert loads == [((Path("folder"),), {"attn_implementation": "longspan", "dtype": "auto", **local}), ((Path("folder"),), local)]
+
+
+def test_tokens_whose_logits_are_in_memory_are_as_many_in_all_losses() -> None:
+    functions: Any = ((linear_token_loss, "chunk"), (memory.causal_lm_loss, "chunk"), (memory.long_context, "loss_chunk"))
+    assert {inspect.signature(function).parameters[name].default for function, name in functions} == {4096}
+
+
+def test_tokens_are_along_the_dim_before_the_last_one_by_default() -> None:
+    seen: list[Any] = []
+    memory.tiled(lambda part: seen.append(tuple(part.shape)) or part * 2, torch.ones(7, 5, 3, requires_grad=True), chunk=2)
+    assert set(seen) == {(7, 2, 3), (7, 1, 3)}

@@ -162,3 +162,11 @@ def test_a_decoder_has_sizes_of_1_or_more_that_divide() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             DecoderConfig(**options)
+
+
+def test_a_share_of_the_loss_is_the_sum_without_a_count() -> None:
+    model, tokens, positions = model_and_inputs()
+    plan, labels = ls.plan(ls.causal(), 7, ls.Mesh.abstract(1)), torch.tensor([[1, 2, -100, 3, 4, 0, -100]])
+    logits = model(tokens, positions, plan=plan)
+    want = torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="sum")
+    torch.testing.assert_close(model(tokens, positions, plan=plan, labels=labels), want)
