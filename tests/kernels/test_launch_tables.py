@@ -103,8 +103,8 @@ def test_ascending_runs_have_full_runs_between_partial_ones() -> None:
         [(2, 2), (4, 6), (7, 7)], [(1, 3)], [(0, 1)], [(0, 0), (2, 2), (6, 7), (8, 8)], [], [(2, 2), (3, 3), (4, 4), (5, 6)]
     ]  # fmt: skip
     assert lead.tolist() == [0, 1, 1, 2, 0, 0] and lead.dtype == torch.int32
-    full, partial, _ = launch.ascending_runs(runs_of([[(0, 1)], [(0, 0)]]), runs_of([[(5, 5)], [(2, 2)]]), 2)
-    assert (lists(full), lists(partial)) == ([[(0, 1)], [(0, 0)]], [[(5, 5)], [(2, 2)]])
+    full, partial, lead = launch.ascending_runs(runs_of([[(0, 1)], [(0, 0)]]), runs_of([[(5, 5)], [(2, 2)]]), 2)
+    assert (lists(full), lists(partial)) == ([[(0, 1)], [(0, 0)]], [[(5, 5)], [(2, 2)]]) and lead.tolist() == [0, 0]
     empty = launch.ascending_runs(runs_of([[], []]), runs_of([[], []]), 2)
     assert lists(empty[0]) == lists(empty[1]) == [[], []] and empty[2].tolist() == [0, 0]
     assert all(x.dtype == torch.int32 for runs in (full, partial) for x in runs)
@@ -186,6 +186,7 @@ def test_short_tiles_and_breaks_split_runs() -> None:
     assert lists(full) == [[(0, 3), (5, 5)], [(0, 2)]] and lists(partial) == [[(4, 4)], [(3, 4), (5, 5)]]
     full, partial = launch.split_runs(table, launch.facts(tiling), positions=True)
     assert lists(full) == [[(0, 1), (2, 3), (5, 5)], [(0, 1), (2, 2)]]
+    assert all(x.dtype == torch.int32 for runs in (full, partial) for x in runs)
 
 
 @pytest.mark.parametrize(

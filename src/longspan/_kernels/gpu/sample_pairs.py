@@ -99,7 +99,7 @@ def around(table: BlockTable, rows: Tiling, columns: Tiling, places: Tensor) -> 
 
 def chosen_pairs(selection: Selection, q_len: int, kv_len: int, batch: int) -> list[Tensor]:
     """b, h, q, kv [1, 1, N] of chosen pairs: the corners of chosen blocks, those of the first and the last blocks of keys included."""
-    indices = selection.indices.cpu().long()
+    indices = selection.indices.cpu()
     cells = (indices.flatten() >= 0).nonzero()[:, 0]
     if not len(cells):
         return [cells.view(1, 1, -1)] * 4
