@@ -84,9 +84,7 @@ class _ScheduleBuilder:
         local_tiles = self.tiled_rows[0].kv.of_rank(self.rank)
         share = late_share(received[0].transfer_rows * kv_bytes, received[-1].transfer_rows * grad_bytes)
         table = first.tiles[0].table
-        q_tiles = coverage(
-            torch.zeros(len(table.first), dtype=torch.int64), table.first.long(), table.last.long() + 1, len(local_tiles), range(1)
-        )
+        q_tiles = coverage(torch.zeros(len(table.first), dtype=torch.int64), table.first, table.last + 1, len(local_tiles), range(1))
         max_tiles = max(step.received_rows for step in received) // self.options.block[1] if len(received) > 1 else None
         late = late_tiles(q_tiles[0], share, max_tiles)
         if not late:
