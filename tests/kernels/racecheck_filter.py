@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "longspan" / "_kernels" / "hopper"
-MESSAGE_ACCESS = ("store_int", "load_int", "vote")
+MESSAGE_ACCESS = ("store_int", "load_int", "vote", "vote_alike")
 _STATE_LSE = "lse_s.index("
 _REPORT = re.compile(r"Race reported between .* access at \S+(?: in (\S+):(\d+))?")
 _OTHER = re.compile(r"\band (?:Read|Write) access at .* in (\S+):(\d+)")

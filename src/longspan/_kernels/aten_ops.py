@@ -64,7 +64,7 @@ class _Flash:
         return out, lse
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, terms: OutputTerms, *, causal: bool, scale: float) -> QKVGrads:
-        q, k, v, grad_out, out = map(_loadable, (q, k, v, terms.grad_out, terms.out))
+        q, k, v, grad_out, out = map(_loadable, (q, k, v, terms.grad_out.to(q.dtype), terms.out))
         # The kernel reads lse as a dense array, whatever its strides. Random states are for dropout: not read.
         seed, unused = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
         lengths = (None, None, q.shape[2], k.shape[2])
@@ -89,7 +89,7 @@ class _Efficient:
         groups = k.shape[1]
         q, k, v = _loadable(q), *(_loadable(_expanded(t, q)) for t in (k, v))
         # The kernel assumes out in [B, m, H, E] memory order.
-        out, grad_out = (_loadable(t.transpose(1, 2).contiguous()).transpose(1, 2) for t in (terms.out, terms.grad_out))
+        out, grad_out = (_loadable(t.transpose(1, 2).contiguous()).transpose(1, 2) for t in (terms.out, terms.grad_out.to(q.dtype)))
         lse = pad(terms.lse, (0, -terms.lse.shape[-1] % self._LSE), value=torch.inf).contiguous()
         seed, offset = q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64)
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
@@ -112,7 +112,7 @@ class _Cudnn:
         q, k, v = map(_loadable, (q, k, v))
         # torch caches compiled cuDNN plans by the strides of q, k and v only. out and its gradient must have the strides of torch's own
         # result for this q: a plan compiled for other strides would read them wrongly.
-        out, grad_out = (in_order_of(q, t) for t in (terms.out, terms.grad_out))
+        out, grad_out = (in_order_of(q, t.to(q.dtype)) for t in (terms.out, terms.grad_out))
         lse = terms.lse.contiguous()
         lse = lse if _cudnn_lse_rank(q.device) == 3 else lse[..., None]
         seed, offset = q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64)

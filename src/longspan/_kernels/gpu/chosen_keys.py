@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan._kernels.gpu import launch
+from longspan._kernels.gpu.compile_options import FUSED
 from longspan._kernels.gpu.launch_call import LaunchCall, Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch
 from longspan._kernels.gpu.tile_access import wide
@@ -180,6 +181,6 @@ class ChosenKeysCall(LaunchCall):
             "K": k, "KP": triton.next_power_of_2(min(k, _CHUNK) if ascending else k), **own,
         }  # fmt: skip
         return PreparedLaunch(
-            kernel=one.kernel, options={"num_warps": 1 if ascending else 4}, ctas=ctas, device=indices.device, descriptors={},
+            kernel=one.kernel, options={"num_warps": 1 if ascending else 4, **FUSED}, ctas=ctas, device=indices.device, descriptors={},
             constants=constants,
         )  # fmt: skip

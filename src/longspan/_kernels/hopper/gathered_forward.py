@@ -125,6 +125,7 @@ def copy_rows(head, stride, kv, to, DIM: gl.constexpr, BYTES: gl.constexpr, layo
         offsets = wide_unsigned(kv) * wide_unsigned(stride * (head.dtype.element_ty.primitive_bitwidth // 8))
         columns = (head + d).to(gl.pointer_type(gl.int8), bitcast=True)
         cells = (gl.expand_dims(columns, 0) + gl.expand_dims(offsets, 1)).to(head.dtype, bitcast=True)
+        cells = gl.max_contiguous(gl.multiple_of(cells, [16, 16]), [1, 8])  # not known behind a bitcast, from Triton 3.9 on
     else:
         cells = gl.expand_dims(head + wide_unsigned(kv) * wide_unsigned(stride), 1) + gl.expand_dims(d, 0)
     copy_async(to, cells, mask=gl.expand_dims(kv >= 0, 1))
