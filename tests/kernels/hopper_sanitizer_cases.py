@@ -7,7 +7,8 @@ reports accesses that are ordered by mbarriers, which it does not model if one t
 - int32 records that one warp writes and others read (`hopper/pipeline.py`): the readers meet at a barrier, then one of them arrives on the
   `empty` mbarrier. `racecheck_control.cu` has that pattern alone and is reported too; with an arrival of every reader it is not;
 - votes (`hopper/warp_votes.py`) and the lse of earlier states (`hopper/state_mover.py`): the same with writers, which meet at a barrier
-  before one of them arrives on the mbarrier that the readers wait for.
+  before one of them arrives on the mbarrier that the readers wait for. Some reads of votes have the line of the kernel's name: the compiler
+  has merged them from several branches.
 
 That a barrier of the warp or warp group precedes every arrival is checked in the PTX of every kernel (`hopper_compile.check_arrivals`).
 `racecheck_filter.py` counts these kinds and fails at any other. Kernels of the package have no lines of the source, so they are not used.

@@ -15,23 +15,30 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "longspan" / "_kernels" / "hopper"
-MESSAGE_ACCESS = ("store_int", "load_int", "vote", "vote_alike")
+VOTES = ("vote", "vote_alike")
+MESSAGE_ACCESS = ("store_int", "load_int", *VOTES)
 _STATE_LSE = "lse_s.index("
 _REPORT = re.compile(r"Race reported between .* access at \S+(?: in (\S+):(\d+))?")
 _OTHER = re.compile(r"\band (?:Read|Write) access at .* in (\S+):(\d+)")
 _SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)")
 
 
-def known_lines(source: Path = SOURCE) -> dict[str, set[tuple[str, int]]]:
-    """(file, line) pairs to which racecheck ascribes each known kind of report.
+Lines = set[tuple[str, int]]  # (file, line)
+
+
+def known_lines(source: Path = SOURCE) -> dict[str, tuple[Lines, Lines]]:
+    """The lines to which racecheck ascribes each known kind of report: of the access that it names first, and of the others.
 
     Messages: the bodies of the functions in MESSAGE_ACCESS. lse of earlier states: their stores and loads. Arguments of partitions: of each
     kernel that calls `warp_specialize`, the line of its name, of the call and of the branch around it, to which the compiler ascribes the
-    code that it adds.
+    code that it adds. Votes: a read of votes that the compiler has merged from several branches is ascribed to the line of the kernel's
+    name; nothing else is at the addresses that votes are written to.
     """
-    messages: set[tuple[str, int]] = set()
-    states: set[tuple[str, int]] = set()
-    arguments: set[tuple[str, int]] = set()
+    messages: Lines = set()
+    states: Lines = set()
+    arguments: Lines = set()
+    votes: Lines = set()
+    names: Lines = set()
     for file in sorted(source.glob("*.py")):
         text = file.read_text(encoding="utf-8")
         states |= {(file.name, i) for i, line in enumerate(text.splitlines(), 1) if _STATE_LSE in line}
@@ -40,19 +47,22 @@ def known_lines(source: Path = SOURCE) -> dict[str, set[tuple[str, int]]]:
         for function in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)):
             if function.name in MESSAGE_ACCESS:
                 messages |= _lines(file, function)
+                votes |= _lines(file, function) if function.name in VOTES else set()
             calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and _name(node.func) == "warp_specialize"]
             branches = [node for node in ast.walk(function) if isinstance(node, ast.If) and any(c in ast.walk(node) for c in calls)]
             arguments |= {(file.name, node.lineno) for node in (function, *branches) if calls}
+            names |= {(file.name, function.lineno)} if calls else set()
             for call in calls:
                 arguments |= _lines(file, call)
     return {
-        "records and votes in shared memory": messages,
-        "lse of earlier states": states,
-        "arguments of warp_specialize partitions": arguments,
+        "records and votes in shared memory": (messages, messages),
+        "lse of earlier states": (states, states),
+        "arguments of warp_specialize partitions": (arguments, arguments),
+        "votes, read by merged code": (votes, messages | names),
     }
 
 
-def _lines(file: Path, node: ast.FunctionDef | ast.Call) -> set[tuple[str, int]]:
+def _lines(file: Path, node: ast.FunctionDef | ast.Call) -> Lines:
     return {(file.name, line) for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
 
 
@@ -60,7 +70,7 @@ def _name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else ""
 
 
-def sort_reports(lines: Iterable[str], known: dict[str, set[tuple[str, int]]]) -> tuple[Counter[str], list[str]]:
+def sort_reports(lines: Iterable[str], known: dict[str, tuple[Lines, Lines]]) -> tuple[Counter[str], list[str]]:
     """(number of reports of each known kind, problems): a report with a line of no known kind, or of two kinds, and a truncated list."""
     reports: list[tuple[str, list[tuple[str, int]]]] = []
     summary = None
@@ -73,7 +83,8 @@ def sort_reports(lines: Iterable[str], known: dict[str, set[tuple[str, int]]]) -
     counts: Counter[str] = Counter()
     problems = []
     for text, accesses in reports:
-        kind = next((name for name, kind_lines in known.items() if set(accesses) <= kind_lines), None)
+        first, *others = accesses
+        kind = next((name for name, (firsts, rest) in known.items() if first in firsts and rest.issuperset(others)), None)
         if kind is None:
             problems.append(f"{text}: {', '.join(f'{name}:{number}' for name, number in accesses)}")
         else:
