@@ -67,6 +67,10 @@ REVERTS: dict[str, Edits] = {
         (f"{KERNELS}/rectangles.py", " and _covers(rows[stop], c0, diagonal[stop] - 1)", ""),
     ],
     "negative captured index in Triton": [(f"{KERNELS}/gpu/codegen.py", "if index.nonneg else f\"wrap(", "if True else f\"wrap(")],
+    "settings of functions that torch leaves out": [
+        (f"{KERNELS}/gpu/emitters.py", "_completed(args, 1.0, 20.0)",
+         "args if len(args) > 2 else [args[0], constant(1.0), constant(20.0)]"),
+    ],
     "score mods over more keys than one tile": [
         (f"{KERNELS}/plain_tiles.py", "q1 - 1 - rect.q0 < k0 - rect.k0", "q1 - 1 - rect.q0 <= k0 - rect.k0"),
     ],
