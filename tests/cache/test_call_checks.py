@@ -163,6 +163,6 @@ def test_tritons_kernel_writes_and_decodes_on_the_cpu_where_it_is_named() -> Non
     cache = make_cache()
     step, (q, _, v) = cache.step(cache.allocate(2), 1), tokens(2, 1)
     plain = PagedWork(scale=0.25, mask=None, mask_captured=[], score=None, score_captured=[], sink=None, window=None)
-    assert [cached._decodes_by_triton(q, v, step, plain, kernel) for kernel in ("cpu", "auto", "triton")] == [False, False, True]
+    assert [cached._decodes_by_kernel(q, v, step, plain, kernel) for kernel in ("cpu", "auto", "triton")] == [False, False, True]
     with pytest.raises(NotSupported, match=r"kernel 'triton' does not support this call: .*kernel='auto' picks one that does"):
-        cached._decodes_by_triton(q.double(), v.double(), step, plain, "triton")
+        cached._decodes_by_kernel(q.double(), v.double(), step, plain, "triton")

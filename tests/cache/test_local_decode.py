@@ -14,7 +14,7 @@ import longspan as ls
 from longspan._engine import cached_local
 from longspan._engine.cached_local import local_step, local_window
 from longspan._kernels.paged import FEW_QUERIES, SpreadPages, query_ranges
-from longspan._masks.local_positions import LocalSequences, local_program, local_trace, spread_position
+from longspan._masks.local_positions import LocalSequences, local_program, local_trace, whole_position
 from longspan._masks.tracing import trace
 from longspan.testing import oracle, virtual_world
 
@@ -89,7 +89,7 @@ def test_a_long_chunk_is_decoded_in_blocks_of_queries(monkeypatch: pytest.Monkey
     assert counts == [[48, 48, 34]] * 4
 
 
-def test_the_kernel_decodes_what_it_supports_and_names_the_reason_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_it_does_not_support_or_take_do_not_reach_the_decode_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(decode_call, "attend_pages", lambda *args, **options: calls.append(args))
 
@@ -112,7 +112,7 @@ def test_a_program_that_does_not_compile_for_local_positions_is_reported(monkeyp
     def run(mesh: ls.Mesh) -> None:
         cache = make_cache(mesh=mesh)
         cache_step = cache.step(cache.allocate(1), 2)
-        with pytest.raises(ValueError, match=r"does not support this call: causal.* of 2"):  # query offsets and first pages
+        with pytest.raises(ValueError, match=r"does not support this call: causal.* of 2"):  # offsets of queries and keys
             ls.attention(*tokens(1, 2), cache=cache_step, layer=0, mask=ls.causal(), kernel="triton")
 
     monkeypatch.setattr(decode_call, "unsupported_reason", lambda *args, **options: None)
@@ -126,10 +126,11 @@ def test_local_tokens_are_the_tokens_of_the_rank(ranks: int, page_size: int) -> 
         spread = SpreadPages(ranks=ranks, rank=rank, shifts=(0, 1, 4), page_size=page_size)
         for index, shift in enumerate(spread.shifts):
             owned = [t for t in range(60) if (t // page_size + shift) % ranks == rank]
-            first = torch.tensor(spread.local_pages(index, 0, ranks)[0])
+            assert spread.first_page(index) == spread.local_pages(index, 0, ranks)[0]
+            first = torch.tensor(spread.first_page(index) * page_size)
             for length in (0, 1, 3, 4, 5, 8, 11, 12, 29, 60):
-                assert spread.local_tokens(index, length) == sum(t < length for t in owned)
-            assert [int(spread_position(torch.tensor(i), first, ranks, page_size)) for i in range(len(owned))] == owned
+                assert spread.local_length(index, length) == sum(t < length for t in owned)
+            assert [int(whole_position(torch.tensor(i), first, ranks, page_size)) for i in range(len(owned))] == owned
 
 
 @pytest.mark.parametrize(("ranks", "page_size"), [(2, 4), (3, 1), (3, 5), (4, 16)])
@@ -139,7 +140,7 @@ def test_a_local_window_has_every_local_key_of_the_window(ranks: int, page_size:
     for rank in range(ranks):
         spread = SpreadPages(ranks=ranks, rank=rank, shifts=(0,), page_size=page_size)
         for length, count in ((90, 1), (91, 3), (64, 7)):
-            local, start = spread.local_tokens(0, length), length - count
+            local, start = spread.local_length(0, length), length - count
             held = [t for t in range(length) if (t // page_size) % ranks == rank]
             wide = local_window(window, spread, length - start)
             for i in range(count):
@@ -161,12 +162,12 @@ def test_local_sequences_of_a_step() -> None:
     table = torch.arange(3)[:, None] * 100 + torch.arange(20)
     local = local_step(ranges, (0, 1, 2), table.int())
     assert local.ranges.lengths == (4, 36, 36)  # of 9 tokens, page 1; of 70, pages 0, 2, …, 16
-    assert local.ranges.counts == [2, 64, 6] and local.tokens == (0, 2, 66)
+    assert local.ranges.counts == [2, 64, 6] and local.first_tokens == (0, 2, 66)
     assert local.ranges.device_ranges.tolist() == [[0, 1, 2], [2, -28, 30], [4, 36, 36], [0, 2, 66]]
     assert local.ranges.device_ranges.dtype == local.table.dtype == torch.int32
-    batch, offset, first_page = (x.tolist() for x in local.sequences)
-    assert batch == [0, 2, 2] and first_page == [1, 0, 0]
-    assert offset == [7 - 2, 0 + 28, 64 - 30]  # local positions of the first queries to whole ones
+    batch, query_offset, key_offset = (x.tolist() for x in local.sequences)
+    assert batch == [0, 2, 2] and key_offset == [4, 0, 0]
+    assert query_offset == [7 - 2, 0 + 28, 64 - 30]  # local positions of the first queries to whole ones
     assert local.table[0, :1].tolist() == [201] and local.table[1].tolist() == local.table[2].tolist() == list(range(100, 118, 2))
     assert local.later == 70
     assert local_step(ranges, (0,), table.int()).later == 2
@@ -177,7 +178,7 @@ def test_local_sequences_of_a_step() -> None:
 def test_programs_convert_batch_indices_and_positions() -> None:
     scale, table = torch.tensor(3.0), torch.arange(24.0).view(2, 12)
     score = trace(lambda s, b, h, q, kv: s * (2 * scale) + table[b, kv] - q * h, "score")
-    sequences = LocalSequences(*(torch.tensor(x, dtype=torch.int32) for x in ([1, 0], [5, 2], [0, 2])))
+    sequences = LocalSequences(*(torch.tensor(x, dtype=torch.int32) for x in ([1, 0], [5, 2], [0, 4])))
     program, captured = local_program(score.program, score.captured(), sequences, ranks=3, page_size=2)
     s, n, h, q, kv = (torch.tensor(x) for x in ([0.5, 0.5], [0, 1], [1, 2], [-3, 4], [3, 3]))
     whole_kv = torch.tensor([7, 11])  # the second tokens of the second local pages: pages 3 and 5

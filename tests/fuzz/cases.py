@@ -351,8 +351,8 @@ def integer_comparison(case: Case, rng: Random) -> mods.Spec:
 # --------------------------------------------------------------------------------------------------------------------- score mods
 
 
-# Functions of a score, with all of their settings, some or none. torch leaves those out of a trace that have their defaults.
-_FUNCTIONS = (
+# Of the score s; {x}, {y}: drawn numbers. Optional arguments are given or left out: torch leaves defaults out of a trace.
+_EXPRESSIONS = (
     "F.softplus(s, {x})", "F.softplus(s, threshold={y})", "F.softplus(s, {x}, {y})", "F.hardtanh(s, -{x}, {y})",
     "F.hardtanh(s, max_val={x})", "F.hardtanh(s * {x})", "F.leaky_relu(s)", "F.leaky_relu(s, 0.2)", "F.gelu(s)",
     "F.gelu(s, approximate='tanh')", "F.silu(s * {x})", "F.threshold(s, -{x}, -{x})", "s.clamp({y})", "s.clamp(max={x})",
@@ -377,7 +377,11 @@ def draw_score(case: Case, rng: Random) -> None:
         return {"name": name, "text": text, "captures": list(captures)}
 
     integers = {"kind": "int", "seed": seed, "low": 0, "high": "heads", "shape": ["kv_len"]}
-    function = rng.choice(_FUNCTIONS).replace("F.", "torch.nn.functional.")
+
+    def expression() -> str:
+        text = rng.choice(_EXPRESSIONS).replace("F.", "torch.nn.functional.")
+        return text.format(x=rng.choice((0.5, 1, 2.0)), y=rng.choice((1.5, 3)))
+
     case["score"] = rng.choice((
         lambda: made("softcap", f"{c} * torch.tanh(s / {c})"),
         lambda: made("alibi", "s - t0[h] * (q - kv).abs()", {**table("heads"), "grad": False}),
@@ -398,7 +402,7 @@ def draw_score(case: Case, rng: Random) -> None:
         lambda: made("distance", "s - torch.log1p((q - kv).abs().float())"),
         lambda: made("constant", "s * 0.0 + (kv % 5)"),
         lambda: made("no score", "t0[kv] + 0.0 * s", table("kv_len")),
-        lambda: made("function", function.format(x=rng.choice((0.5, 1, 2.0)), y=rng.choice((1.5, 3)))),
+        lambda: made("function", expression()),
     ))()  # fmt: skip
 
 

@@ -19,7 +19,7 @@ VOTES = ("vote", "vote_alike")
 MESSAGE_ACCESS = ("store_int", "load_int", *VOTES)
 _STATE_LSE = "lse_s.index("
 _REPORT = re.compile(r"Race reported between .* access at \S+(?: in (\S+):(\d+))?")
-_OTHER = re.compile(r"\band (?:Read|Write) access at .* in (\S+):(\d+)")
+_OTHER = re.compile(r"\band (?:Read|Write) access at \S+(?: in (\S+):(\d+))?")
 _SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)")
 
 
@@ -70,7 +70,7 @@ def _name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else ""
 
 
-def sort_reports(lines: Iterable[str], known: dict[str, tuple[Lines, Lines]]) -> tuple[Counter[str], list[str]]:
+def classify_reports(lines: Iterable[str], known: dict[str, tuple[Lines, Lines]]) -> tuple[Counter[str], list[str]]:
     """(number of reports of each known kind, problems): a report with a line of no known kind, or of two kinds, and a truncated list."""
     reports: list[tuple[str, list[tuple[str, int]]]] = []
     summary = None
@@ -78,7 +78,7 @@ def sort_reports(lines: Iterable[str], known: dict[str, tuple[Lines, Lines]]) ->
         if first := _REPORT.search(line):
             reports.append((line.strip(), [(first[1] or "no line", int(first[2] or 0))]))
         elif (more := _OTHER.search(line)) and reports:
-            reports[-1][1].append((more[1], int(more[2])))
+            reports[-1][1].append((more[1] or "no line", int(more[2] or 0)))
         summary = _SUMMARY.search(line) or summary
     counts: Counter[str] = Counter()
     problems = []
@@ -97,7 +97,7 @@ def sort_reports(lines: Iterable[str], known: dict[str, tuple[Lines, Lines]]) ->
 
 
 def main() -> None:
-    counts, problems = sort_reports(sys.stdin, known_lines())
+    counts, problems = classify_reports(sys.stdin, known_lines())
     for name, count in counts.items():
         print(f"{count} known reports: {name}")
     for text in problems:

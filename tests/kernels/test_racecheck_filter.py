@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.kernels.racecheck_filter import SOURCE, known_lines, sort_reports
+from tests.kernels.racecheck_filter import SOURCE, classify_reports, known_lines
 
 MESSAGES, STATES, ARGUMENTS, VOTES = known_lines()
 SUMMARY = "========= RACECHECK SUMMARY: {} hazards displayed ({} errors, 0 warnings)"
@@ -41,15 +41,16 @@ UNKNOWN = ("tile_io.py", line_of("tile_io.py", "gl.store("))
 def test_known_kinds_are_counted() -> None:
     accesses = [(STORE, LOAD, LOAD), (VOTE, LOAD), (STATE, MERGE, MERGE), (KERNEL, CALL, BRANCH), (VOTE_ALIKE, KERNEL, LOAD)]
     lines = [*(line for one in accesses for line in report(*one)), "some case (64, 64)", SUMMARY.format(5, 5)]
-    assert sort_reports(lines, known_lines()) == ({MESSAGES: 2, STATES: 1, ARGUMENTS: 1, VOTES: 1}, [])
+    assert classify_reports(lines, known_lines()) == ({MESSAGES: 2, STATES: 1, ARGUMENTS: 1, VOTES: 1}, [])
 
 
-def test_a_report_without_a_line_of_the_source_is_a_problem() -> None:
+@pytest.mark.parametrize("first", ["", f" in pipeline.py:{LOAD[1]}"], ids=["no line", "a known line"])
+def test_a_report_without_a_line_of_the_source_is_a_problem(first: str) -> None:
     lines = [
-        "========= Error: Race reported between Write access at forward_kernel+0xe120",
-        "=========     and Read access at forward_kernel+0x20",
+        f"========= Error: Race reported between Write access at forward_kernel+0xe120{first}",
+        "=========     and Read access at forward_kernel+0x20 [16 hazards]",
     ]
-    counts, problems = sort_reports([*lines, SUMMARY.format(1, 1)], known_lines())
+    counts, problems = classify_reports([*lines, SUMMARY.format(1, 1)], known_lines())
     assert not counts and "no line" in problems[0]
 
 
@@ -59,15 +60,15 @@ def test_a_report_without_a_line_of_the_source_is_a_problem() -> None:
     ids=str,
 )
 def test_reports_of_unknown_lines_or_of_two_kinds_are_problems(accesses: tuple[tuple[str, int], ...]) -> None:
-    counts, problems = sort_reports([*report(*accesses), SUMMARY.format(1, 1)], known_lines())
+    counts, problems = classify_reports([*report(*accesses), SUMMARY.format(1, 1)], known_lines())
     assert not counts and len(problems) == 1 and f"{accesses[-1][0]}:{accesses[-1][1]}" in problems[0]
 
 
 @pytest.mark.parametrize("summary", ["", SUMMARY.format(1, 5), SUMMARY.format(2, 2)], ids=["missing", "truncated", "not all read"])
 def test_truncated_lists_are_problems(summary: str) -> None:
-    assert len(sort_reports([*report(STORE, LOAD), summary], known_lines())[1]) == 1
+    assert len(classify_reports([*report(STORE, LOAD), summary], known_lines())[1]) == 1
 
 
 def test_no_reports_are_no_problem(tmp_path: Path) -> None:
-    assert sort_reports([SUMMARY.format(0, 0)], known_lines()) == ({}, [])
+    assert classify_reports([SUMMARY.format(0, 0)], known_lines()) == ({}, [])
     assert all(not first and not others for first, others in known_lines(tmp_path).values())

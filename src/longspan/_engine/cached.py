@@ -5,7 +5,7 @@
     at most FEW_QUERIES           split-KV over the pages: all such sequences in one call of the decode kernel
     more (prefill, chunks)        pages gathered into one tensor per sequence, then the kernels of training
 
-Legend as in `longspan._kernels.paged`.
+Over a mesh: `longspan._engine.cached_mesh`. Legend as in `longspan._kernels.paged`.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[Te
     with raising_on_all_ranks(mesh):
         layer, work = _checked(q, k, v, call)
         step, q, k, v = call.step, *(x.resolve_neg() for x in (q, k, v))
-        by_triton = _decodes_by_triton(q, v, step, work, call.kernel)
-        if q.is_cuda and not by_triton and torch.cuda.is_current_stream_capturing():
+        by_kernel = _decodes_by_kernel(q, v, step, work, call.kernel)
+        if q.is_cuda and not by_kernel and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(_GRAPH_NEEDS_DECODE_KERNEL)
     pages = step.cache.layer_pages(layer)
     with torch.no_grad(), without_user_defaults():
@@ -76,11 +76,11 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[Te
             with raising_on_all_ranks(mesh):
                 pages.write(tokens_first(k), tokens_first(v), step.ranges)
             queries = StepQueries(q, step, layer)
-            out, lse = attend_over_mesh(queries, pages, work, mesh, kernel=call.kernel, with_lse=call.return_lse, by_triton=by_triton)
+            out, lse = attend_over_mesh(queries, pages, work, mesh, kernel=call.kernel, with_lse=call.return_lse, by_kernel=by_kernel)
         else:
-            out, lse = _attend_alone(_Tokens(q, k, v), pages, call, work, by_triton=by_triton)
+            out, lse = _attend_alone(_Tokens(q, k, v), pages, call, work, by_kernel=by_kernel)
     step.finish_layer(layer)
-    if by_triton and key is not None:
+    if by_kernel and key is not None:
         prepare(q, k, v, call, work, key)
     return out, lse
 
@@ -104,10 +104,10 @@ class _Tokens(NamedTuple):
     v: Tensor
 
 
-def _attend_alone(tokens: _Tokens, pages: PagedKV, call: CachedCall, work: PagedWork, *, by_triton: bool) -> tuple[Tensor, Tensor]:
+def _attend_alone(tokens: _Tokens, pages: PagedKV, call: CachedCall, work: PagedWork, *, by_kernel: bool) -> tuple[Tensor, Tensor]:
     """(out, lse) on one device."""
     (q, k, v), step = tokens, call.step
-    if by_triton:
+    if by_kernel:
         out, lse = _decode(tokens, pages, call, work)
     else:
         pages.write(tokens_first(k), tokens_first(v), step.ranges)
@@ -116,15 +116,17 @@ def _attend_alone(tokens: _Tokens, pages: PagedKV, call: CachedCall, work: Paged
     results = StepResults(StepQueries(q, step), out, lse)
     for i, count in enumerate(step.ranges.counts):
         if count > FEW_QUERIES:
-            _attend_gathered(results, i, pages, work, call, by_triton=by_triton)
-        elif count and not by_triton:
+            _attend_gathered(results, i, pages, work, call, by_kernel=by_kernel)
+        elif count and not by_kernel:
             keys = gathered_keys(pages, step.ranges, i, work)
             results.add(i, *attend_sequence(results.queries(i), keys, step.ranges.starts[i], work))
     return out, lse
 
 
-def _decodes_by_triton(q: Tensor, v: Tensor, step: CacheStep, work: PagedWork, kernel: str) -> bool:
-    """Whether the triton kernel writes the new tokens and computes the sequences with few queries. Raises if named and not supported."""
+def _decodes_by_kernel(q: Tensor, v: Tensor, step: CacheStep, work: PagedWork, kernel: str) -> bool:
+    """Whether the decode kernel computes the sequences with few queries: on one device, all of them, and it may write their new tokens;
+    over a mesh, this rank's partial results. Raises if it is named and does not support the call.
+    """
     if kernel == "cpu" or (kernel == "auto" and not (q.is_cuda and has_triton())):
         return False
     kernel_named("triton")  # raises if it is not installed
@@ -149,13 +151,13 @@ def _decode(tokens: _Tokens, pages: PagedKV, call: CachedCall, work: PagedWork) 
     return attend_new_tokens(Queries(q, step.ranges, ragged, (k, v), by), pages, work)
 
 
-def _attend_gathered(results: StepResults, index: int, pages: PagedKV, work: PagedWork, call: CachedCall, *, by_triton: bool) -> None:
+def _attend_gathered(results: StepResults, index: int, pages: PagedKV, work: PagedWork, call: CachedCall, *, by_kernel: bool) -> None:
     """Many queries of one sequence over its gathered KV."""
     ranges = call.step.ranges
     start, length = ranges.starts[index], ranges.lengths[index]
     chunk = Chunk(index, start, length, first_gathered(work, start), length)
     place = ranges.rows[index], chunk.first, length
-    if by_triton:
+    if by_kernel:
         from longspan._kernels.triton.gather_pages import gather_pages
 
         k, v = gather_pages(pages, *place)

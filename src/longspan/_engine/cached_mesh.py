@@ -32,17 +32,17 @@ _NAMED = 32  # sequences that an error message names
 
 
 def attend_over_mesh(
-    queries: StepQueries, pages: PagedKV, work: PagedWork, mesh: Mesh, *, kernel: str, with_lse: bool, by_triton: bool = False
+    queries: StepQueries, pages: PagedKV, work: PagedWork, mesh: Mesh, *, kernel: str, with_lse: bool, by_kernel: bool = False
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(out, lse), the same bits on every rank, after the new tokens were written. lse is None unless asked for.
 
-    by_triton: whether triton's decode kernel computes this rank's partial results; other ranks may do otherwise.
+    by_kernel: whether the decode kernel computes this rank's partial results; a rank without Triton computes them by torch operations.
 
     Raises:
         RuntimeError: A rank is late, dead or has failed. The message names the sequences in flight.
     """
     try:
-        return _MeshCall(queries, pages, work, mesh, kernel=kernel, with_lse=with_lse, by_triton=by_triton).run()
+        return _MeshCall(queries, pages, work, mesh, kernel=kernel, with_lse=with_lse, by_kernel=by_kernel).run()
     except RuntimeError as error:
         sequences = ", ".join(map(str, queries.step.ids[:_NAMED])) + (", …" if len(queries.step.ids) > _NAMED else "")
         error.args = (f"{error}; sequences in flight: {sequences}", *error.args[1:])
@@ -53,9 +53,9 @@ class _MeshCall:
     """One layer's attention. Results are rows of bytes [T, H, …] in the order of tokens: out, then lse if asked for."""
 
     def __init__(
-        self, queries: StepQueries, pages: PagedKV, work: PagedWork, mesh: Mesh, *, kernel: str, with_lse: bool, by_triton: bool = False
+        self, queries: StepQueries, pages: PagedKV, work: PagedWork, mesh: Mesh, *, kernel: str, with_lse: bool, by_kernel: bool = False
     ) -> None:  # fmt: skip
-        self.by_triton = by_triton
+        self.by_kernel = by_kernel
         self.queries, self.pages, self.work, self.mesh, self.kernel, self.with_lse = queries, pages, work, mesh, kernel, with_lse
         self.q, self.step, layer = queries
         self.wide, self.heads, self.dim = state_dtype(self.q.dtype), self.q.shape[1], pages.v.shape[-1]
@@ -84,9 +84,12 @@ class _MeshCall:
             rows = torch.empty((sum(ranges.counts), self.heads, row_bytes), dtype=torch.uint8, device=q.device)
         for i in by_kv:
             self._pass_kv(i, into=rows[ranges.firsts[i] : ranges.firsts[i] + ranges.counts[i]])
-        if by_partial or not by_kv:
+        if not by_kv:
+            rows[:] = self._by_passing_partial_results(by_partial, slice(None))
+        elif by_partial:
             tokens = [t for i in by_partial for t in range(ranges.firsts[i], ranges.firsts[i] + ranges.counts[i])]
-            rows[tokens] = self._by_passing_partial_results(by_partial, tokens)
+            index = torch.tensor(tokens, dtype=torch.int64, device="cpu").to(q.device)
+            rows[index] = self._by_passing_partial_results(by_partial, index)
         rows = rows.view(q.shape[0], q.shape[2], self.heads, row_bytes).transpose(1, 2)
         out = rows[..., :out_bytes].view(q.dtype)
         lse = rows[..., out_bytes:].contiguous().view(self.wide)[..., 0] if self.with_lse else None
@@ -102,17 +105,17 @@ class _MeshCall:
 
     # -------------------------------------------------------------------------------------------- partial results
 
-    def _by_passing_partial_results(self, indices: list[int], tokens: list[int]) -> Tensor:
-        """Result bytes [t, H, …] of the tokens of some sequences."""
+    def _by_passing_partial_results(self, indices: list[int], tokens: Tensor | slice) -> Tensor:
+        """Result bytes [t, H, …] of the tokens of some sequences, which are the new tokens at the indices `tokens`."""
         with raising_on_all_ranks(self.mesh):
             out, lse = self._local_results(indices)
             packed = torch.cat([out, lse[..., None]], -1).transpose(1, 2).flatten(0, 1)[tokens].flatten(0, 1)
         merged = all_reduce_rows(self.mesh, packed, _merged, self._finished, what=_WHAT, fields=self.fields)
-        return merged.view(len(tokens), self.heads, merged.shape[-1])
+        return merged.view(-1, self.heads, merged.shape[-1])
 
     def _local_results(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         """(out, lse) over the pages that this rank holds, in the dtype of running results. Rows of other sequences are not initialised."""
-        if self.by_triton:
+        if self.by_kernel:
             return attend_local(self.queries, self.pages, self.work, indices, self.kernel)
         q, step, work = self.q, self.step, replace(self.work, sink=None)
         out = torch.empty((*q.shape[:3], self.dim), dtype=self.wide, device=q.device)

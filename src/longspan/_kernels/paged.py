@@ -32,7 +32,11 @@ class SpreadPages:
         """The pages first … stop − 1 of a sequence that belong to this rank."""
         return range(first + (self.rank - self.shifts[index] - first) % self.ranks, stop, self.ranks)
 
-    def local_tokens(self, index: int, length: int) -> int:
+    def first_page(self, index: int) -> int:
+        """The first page of a sequence that belongs to this rank, whether the sequence has it or not."""
+        return (self.rank - self.shifts[index]) % self.ranks
+
+    def local_length(self, index: int, length: int) -> int:
         """How many of the first `length` tokens of a sequence belong to this rank."""
         pages = self.local_pages(index, 0, -(-length // self.page_size))
         missing = -length % self.page_size if pages and pages[-1] == (length - 1) // self.page_size else 0

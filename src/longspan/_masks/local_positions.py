@@ -1,6 +1,6 @@
 """Programs of the tokens that one rank holds, for caches whose pages are spread over ranks.
 
-A rank's tokens of a sequence, in order, are a sequence of their own: key t of it is the token at `spread_position` of the whole sequence. A
+A rank's tokens of a sequence, in order, are a sequence of their own: key t of it is the token at `whole_position` of the whole sequence. A
 program of local positions converts them and then computes what the mod's own program computes, so kernels need not know about ranks.
 """
 
@@ -20,12 +20,13 @@ from longspan._masks.tracing import Traced, trace
 
 
 class LocalTrace(NamedTuple):
-    """A program of local positions, its preamble, and of each source, the number among `LocalSequences` and the program's own captured
-    tensors.
+    """A program of local positions and its preamble, without sources.
+
+    inputs: for each source, its index among `LocalSequences` and then the captured tensors of the mod's own program.
     """
 
     traced: Traced
-    places: tuple[int, ...]
+    inputs: tuple[int, ...]
 
     @property
     def program(self) -> Program:
@@ -33,22 +34,22 @@ class LocalTrace(NamedTuple):
 
 
 class LocalSequences(NamedTuple):
-    """Of each local sequence, int32 [n]: batch index of the whole sequence; what its queries' positions exceed local ones by; the number
-    of its first page that this rank holds.
+    """Of each local sequence, int32 [n]: batch index of the whole sequence; whole minus local position of its queries; position of the
+    first token that this rank holds.
     """
 
     batch: Tensor
     query_offset: Tensor
-    first_page: Tensor
+    key_offset: Tensor
 
 
 def local_program(
     program: Program, captured: Sequence[Tensor], sequences: LocalSequences, *, ranks: int, page_size: int
 ) -> tuple[Program, list[Tensor]]:  # fmt: skip
     """(program of local positions, its captured tensors)."""
-    traced, places = local_trace(program, ranks, page_size)
-    inputs = (*sequences, *captured)
-    made = replace(traced, sources=tuple(inputs[i] for i in places))
+    traced, inputs = local_trace(program, ranks, page_size)
+    tensors = (*sequences, *captured)
+    made = replace(traced, sources=tuple(tensors[i] for i in inputs))
     return made.program, made.captured()
 
 
@@ -57,22 +58,22 @@ def local_trace(program: Program, ranks: int, page_size: int) -> LocalTrace:
     return _traces.get(program, (ranks, page_size), partial(_trace, program, ranks, page_size))
 
 
-def spread_position(local: Tensor, first_page: Tensor, ranks: int, page_size: int) -> Tensor:
+def whole_position(local: Tensor, key_offset: Tensor, ranks: int, page_size: int) -> Tensor:
     """The position in the whole sequence of the token at a local position. The rank holds every `ranks`-th page from the first one on."""
-    return local + local // page_size * ((ranks - 1) * page_size) + first_page * page_size
+    return local + local // page_size * ((ranks - 1) * page_size) + key_offset
 
 
 def _trace(program: Program, ranks: int, page_size: int) -> LocalTrace:
     of_sequences = [torch.zeros(1, dtype=torch.int32, device="cpu") for _ in LocalSequences._fields]
     captured = [torch.zeros((1,) * spec.ndim, dtype=spec.dtype, device="cpu") for spec in program.captured]
-    batch, query_offset, first_page = of_sequences
+    batch, query_offset, key_offset = of_sequences
 
-    def moved(*inputs: Tensor) -> Tensor:
+    def converted(*inputs: Tensor) -> Tensor:
         *score, n, h, q, kv = inputs
-        whole = spread_position(kv, first_page[n], ranks, page_size)
+        whole = whole_position(kv, key_offset[n], ranks, page_size)
         return program(*score, batch[n].long(), h, q + query_offset[n], whole, *captured)
 
-    made = trace(moved, program.kind, score_dtype=program.score_dtype, name=program.name)
+    made = trace(converted, program.kind, score_dtype=program.score_dtype, name=program.name)
     number = {id(t): i for i, t in enumerate((*of_sequences, *captured))}
     return LocalTrace(replace(made, sources=()), tuple(number[id(t)] for t in made.sources))
 

@@ -43,8 +43,8 @@ from longspan._masks.block_table import BLOCK_SIZE, BlockTable
 from longspan._masks.static_table import StaticTable
 
 # Gluon is experimental: names and the barriers that it inserts change between versions. With all of these, the kernels compile and a
-# barrier precedes every arrival (`tests/kernels/hopper_compile.py`). The GPU tests have passed with TESTED_TRITON, with
-# 3.7 and 3.9 for earlier kernels; `docs/api/limits.md` names what has not run since.
+# barrier precedes every arrival (`tests/kernels/hopper_compile.py`). The GPU tests have passed with TESTED_TRITON;
+# `docs/api/limits.md` names what has not run since.
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)  # of torch 2.11 and of torch 2.15
 TESTED_TRITON = ((3, 6), (3, 7), (3, 9))  # of torch 2.11, of 2.12 and 2.13, and of 2.15
 
