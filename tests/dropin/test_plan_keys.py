@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import longspan as ls
+from longspan._dropin import mask_keys
 from longspan._dropin.context import context_parallel
 from longspan._dropin.mask_keys import _stamp
 from longspan._plan.layout import Layout
@@ -196,3 +197,13 @@ def test_torchs_options_and_layouts_each_get_plans_of_their_own() -> None:
     assert len({id(d) for d in made}) == 3 and dispatchers.of(mesh, plain) is made[0]
     assert [d.strategy for d in made] == ["allgather", "allgather", "ring"]
     assert [d.positions(8).tolist() for d in made] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+
+
+def test_an_unchanged_block_mask_is_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    converted: list[BlockMask] = []
+    monkeypatch.setattr(mask_keys, "as_mask", lambda mask: (converted.append(mask), ls.causal())[1])
+    keys = mask_keys.MaskKeys()
+    first, second = (create_block_mask(lambda b, h, q, kv: q >= kv, None, None, LENGTH, LENGTH, device="cpu") for _ in range(2))
+    for mask in (first, first, second, first):
+        keys._of_block_mask(mask)
+    assert converted == [first, second]

@@ -22,6 +22,7 @@ from longspan._engine.selected_ops import attend_selected
 from longspan._engine.sharded_call import ShardedCall
 from longspan._engine.table_cache import MaskTables
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
+from longspan._kernels.protocol import State
 from longspan._masks.tracing import trace
 from longspan.testing import virtual_world
 
@@ -205,3 +206,55 @@ def test_ranks_compare_every_argument_of_a_call() -> None:
         for lse, top in ((True, False), (False, False), (True, True))
     ]
     assert returned == ["out lse", "out", "out lse max_scores"]
+
+
+def test_a_forward_pass_over_a_selection_makes_no_gradient_of_the_score_mod(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[bool] = []
+    make_work = one_device.make_work
+
+    def made(*args: Any, backward: bool, **options: Any) -> Any:
+        passes.append(backward)
+        return make_work(*args, backward=backward, **options)
+
+    monkeypatch.setattr(one_device, "make_work", made)
+    monkeypatch.setattr(selected, "_attend", lambda inputs, call: (inputs.q, inputs.q))
+    pytest.importorskip("triton")
+    q, k, v = tensors(64)
+    ls.attention(q, k, v, mask=ls.selected(torch.zeros(1, 1, 4, 1, dtype=torch.int32), 16, 16), kernel="triton")
+    assert passes and not any(passes)
+
+
+def test_whole_tensors_of_the_invariant_mode_are_contiguous() -> None:
+    """Results of matrix products may depend on strides."""
+    pair = [torch.randn(2, 3, 12, dim) for dim in (4, 6)]
+
+    def run(mesh: ls.Mesh) -> None:
+        plan = ls.plan(ls.causal(), 12, mesh)
+        whole = invariant._gathered(plan.data, 0, *(plan.shard(t, 2) for t in pair))
+        assert [t.is_contiguous() for t in whole] == [True, True] and all(map(torch.equal, whole, pair))
+
+    virtual_world(2).run(run)
+
+
+def test_a_state_s_layout_says_whether_it_is_aligned() -> None:
+    def state(offset: int) -> State:
+        out, lse = torch.zeros(70)[offset : offset + 64].view(2, 4, 8), torch.zeros(2, 4)
+        return State(out=out, lse=lse)
+
+    assert state(0).layout == state(0).layout != state(1).layout
+    assert state(0).layout != State(out=state(0).out, lse=torch.zeros(4, 2).mT).layout
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_a_compiled_call_over_a_selection_that_has_no_path_of_its_own_takes_the_plain_one(
+    supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    own, plain = ((torch.full((1,), x),) * 3 for x in (1.0, 2.0))
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
+    monkeypatch.setattr(engine, "_attend_selected", lambda *args: None)
+    monkeypatch.setattr(engine, "_attend_selected_compiled", lambda *args: own if supported else None)
+    monkeypatch.setattr("longspan._engine.compiled.attend_compiled", lambda *args, **options: plain)
+    q, k, v = tensors(64)
+    mask = ls.selected(torch.zeros(1, 1, 4, 1, dtype=torch.int32), 16, 16)
+    got = engine.attend(q, k, v, engine.AttendOptions(mask=mask))
+    assert float(got[0]) == (1.0 if supported else 2.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,3 +192,20 @@ def test_plans_of_a_batch_travel_with_its_padding() -> None:
 @pytest.mark.parametrize("kind", ["plain", "left"])
 def test_layers_with_chunks_and_scaled_queries_equal_one_process(kind: str) -> None:
     assert_ranks_equal_one(tiny_model("llama4_text", "longspan"), batch_of(2, kind), 3, layout="head_tail")
+
+
+def test_outputs_by_token_are_sharded_and_others_are_kept() -> None:
+    """Of a tuple: a tensor [B, S, D] of all tokens; not a state, a tensor of other tokens or one of another rank."""
+    module, outputs = (
+        torch.nn.Linear(1, 1),
+        (torch.randn(2, 9, 5), torch.randn(2, 8, 5), torch.randn(2, 9, 3, 2), torch.randn(2, 9), "state"),
+    )
+    call = SimpleNamespace(module=module, plan=SimpleNamespace(layout=SimpleNamespace(length=9)), by_heads=False, shard=lambda x: x[:, :4])
+    forward: Any = SimpleNamespace(mixer=call, module_ids=set())
+    token = _mixers.current_forward.set(forward)
+    try:
+        got = _mixers._shard_outputs(module, (), outputs)
+    finally:
+        _mixers.current_forward.reset(token)
+    assert [x if isinstance(x, str) else tuple(x.shape) for x in got] == [(2, 4, 5), (2, 8, 5), (2, 9, 3, 2), (2, 9), "state"]
+    assert forward.mixer is None and forward.module_ids == {id(module)}

@@ -134,3 +134,11 @@ def test_chosen_pairs_are_the_corners_of_chosen_blocks(rows_of_indices: int) -> 
     assert pairs[0].shape == (1, 1, 16 * (8192 + 2)) and {0, 79_999} <= {*pairs[3].flatten().tolist()}
     nothing = Selection(indices=indices.fill_(-1), granularity=8, q_granularity=4, heads_per_choice=3)
     assert not any(t.numel() for t in sample_pairs.chosen_pairs(nothing, 14, 37, 3))
+
+
+def test_tiles_of_a_long_row_are_evenly_spread() -> None:
+    """The first and the last are among them; a row of fewer tiles repeats its last one."""
+    table = ls.causal().block_table(80, 160, block=(40, 10))
+    rows, tiles = sample_pairs._tiles_of(table, torch.tensor([0, 1]), 4)
+    assert rows.tolist() == [0] * 4 + [1] * 4
+    assert tiles.tolist() == [0, 1, 2, 3, 0, 2, 4, 7]

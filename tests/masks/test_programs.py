@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from longspan._masks.joint import joint_of
 from longspan._masks.program import Program
-from longspan._masks.tracing import ProgramError, trace
+from longspan._masks.tracing import ProgramError, mod_name, trace
 
 TABLE = torch.randn(5, 7)
 UNSIGNED = {dtype: torch.arange(9).to(dtype) for dtype in (torch.uint16, torch.uint32, torch.uint64)}
@@ -283,3 +284,13 @@ def test_programs_know_the_indices_that_they_use_and_whether_they_are_elementwis
     assert (score.uses_batch, score.uses_head, score.uses_position, score.pointwise) == (True, False, True, True)
     assert [n.name for n in score.index_nodes] == ["b", "h", "q", "kv"] and len(score.captured_nodes) == len(score.captured) == 2
     assert not trace(lambda s, b, h, q, kv: s + b, "score").program.uses_position
+
+
+def test_messages_name_a_mod_by_its_function_or_its_class() -> None:
+    class Named:
+        __name__ = "a name"
+
+    def mod() -> None: ...
+
+    assert mod_name(mod).endswith("<locals>.mod") and mod_name(Named()) == "a name"
+    assert mod_name(partial(mod)) == "partial"

@@ -448,6 +448,9 @@ def test_the_cache_is_bounded() -> None:
     for n in range(5):
         cache.trace(lambda s, b, h, q, kv, n=n: s * n, "score", score_dtype=torch.float32)
     assert len(cache._entries) == 2
+    for mod in [eval(f"lambda s, b, h, q, kv: s * {n}.0") for n in range(3)]:  # with codes of their own
+        cache.trace(mod, "score", score_dtype=torch.float32)
+        assert len(cache._guarded) == 2
 
 
 def test_a_trace_is_invisible_to_saved_tensor_hooks() -> None:

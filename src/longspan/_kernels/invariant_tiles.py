@@ -207,7 +207,7 @@ class InvariantTiles:
         )
 
     def _gradients(self, rows: _QueryRows, i: int, j: int, captured: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(p, ds, seen) of a tile: probabilities and the gradient of q·k · scale, 0 for hidden pairs."""
+        """(p, ds, seen) of a tile: probabilities and the gradient of q·k · scale. Hidden pairs may have any."""
         pair, work = self._scores(rows.q, i, j), self.work
         p = torch.exp(pair.scores - rows.lse)
         ds = p * (self.bmm(rows.grad_out, self._kv_tile(self.v, j).mT) - rows.delta)
@@ -224,8 +224,6 @@ class InvariantTiles:
                 return grad.to(self.wide).expand_as(raw)
 
             ds = self._by_head(gradient, pair.raw, i, j)
-        if pair.seen is not None:
-            p, ds = torch.where(pair.seen, p, 0.0), torch.where(pair.seen, ds, 0.0)
         return p, ds, pair.seen
 
 

@@ -18,8 +18,8 @@ Results = Mapping[str, Tensor]
 
 def error(got: Tensor, right: Tensor) -> float:
     """Maximum absolute error; infinity if the shape differs or NaN and infinities are not where `right` has them."""
-    got, finite = got.double(), torch.isfinite(right)
-    if got.shape != right.shape or not torch.equal(torch.isfinite(got), finite) or not torch.equal(got[~finite], right[~finite].double()):
+    got, right, finite = got.double(), right.double(), torch.isfinite(right)
+    if got.shape != right.shape or not torch.equal(torch.isfinite(got), finite) or not torch.equal(got[~finite], right[~finite]):
         return float("inf")
     return _largest(got - right)
 
