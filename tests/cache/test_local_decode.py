@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +13,11 @@ from tests.cache.test_kv_cache import DIM, HEADS, make_cache, tokens
 from torch import Tensor
 
 import longspan as ls
-from longspan._engine import cached_local
+from longspan._engine import cached, cached_local
 from longspan._engine.cached_local import local_step, local_window
-from longspan._kernels.paged import FEW_QUERIES, SpreadPages, query_ranges
+from longspan._kernels.paged import FEW_QUERIES, PagedWork, SpreadPages, query_ranges
 from longspan._masks.local_positions import LocalSequences, local_program, local_trace, whole_position
-from longspan._masks.tracing import trace
+from longspan._masks.tracing import ProgramError, trace
 from longspan.testing import oracle, virtual_world
 
 decode_call: Any = pytest.importorskip("longspan._kernels.triton.decode_call")
@@ -119,6 +121,25 @@ def test_a_program_that_does_not_compile_for_local_positions_is_reported(monkeyp
     virtual_world(2).run(run)
 
 
+def test_a_program_that_cannot_be_traced_for_local_positions_is_no_error_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise ProgramError("no trace")
+
+    monkeypatch.setattr(cached, "local_programs", fail)
+    monkeypatch.setattr(cached, "has_triton", lambda: True)
+
+    def run(mesh: ls.Mesh) -> None:
+        q, _, v = tokens(1, 1)
+        step, work = make_cache(mesh=mesh).step([], 1), PagedWork(scale=1.0)
+        step.ranges = replace(step.ranges, spread=SpreadPages(ranks=2, rank=0, shifts=(), page_size=4))
+        with pytest.raises(ValueError, match="does not support this call: no trace"):
+            cached._decodes_by_kernel(q, v, step, work, "triton")
+        on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=q.dtype, shape=q.shape, device=q.device)
+        assert not cached._decodes_by_kernel(on_gpu, v, step, work, "auto")
+
+    virtual_world(2).run(run)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 @pytest.mark.parametrize("page_size", [1, 4, 7])
 def test_local_tokens_are_the_tokens_of_the_rank(ranks: int, page_size: int) -> None:
@@ -168,11 +189,22 @@ def test_local_sequences_of_a_step() -> None:
     batch, query_offset, key_offset = (x.tolist() for x in local.sequences)
     assert batch == [0, 2, 2] and key_offset == [4, 0, 0]
     assert query_offset == [7 - 2, 0 + 28, 64 - 30]  # local positions of the first queries to whole ones
-    assert local.table[0, :1].tolist() == [201] and local.table[1].tolist() == local.table[2].tolist() == list(range(100, 118, 2))
+    assert local.table[0, :1].tolist() == [201] and local.table[1, :9].tolist() == local.table[2, :9].tolist() == list(range(100, 118, 2))
+    assert local.table.shape == (3, 16)
     assert local.later == 70
     assert local_step(ranges, (0,), table.int()).later == 2
     nothing = local_step(ranges, (1,), table.int())
     assert nothing.ranges.counts == [] and nothing.table.shape[0] == 0
+
+
+@pytest.mark.parametrize(("tokens_", "width"), [(1, 16), (64, 16), (65, 32), (128, 32), (129, 64)])
+def test_the_page_tables_of_growing_sequences_have_few_widths(tokens_: int, width: int) -> None:
+    """Launches are made anew for each width. Pages of 2, of which the rank has every second one."""
+    spread = SpreadPages(ranks=2, rank=0, shifts=(0,), page_size=2)
+    ranges, _ = query_ranges([tokens_ - 1], [tokens_], [0], [], torch.device("cpu"), spread)
+    local = local_step(ranges, (0,), torch.arange(70).int()[None])
+    held = -(-tokens_ // 4)
+    assert local.table.shape == (1, width) and local.table[0, :held].tolist() == list(range(0, 2 * held, 2))
 
 
 def test_programs_convert_batch_indices_and_positions() -> None:

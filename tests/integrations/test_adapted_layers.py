@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import warnings
 from types import SimpleNamespace
@@ -19,8 +20,8 @@ from tests.integrations.tiny_models import relative
 import longspan as ls
 import longspan.integrations.transformers as lst
 from longspan.integrations import _adapters, _one_query
-from longspan.integrations._adapters import _ADAPTERS, _alibi, _between_projections, adapt
-from longspan.integrations._forward import Forward, PlanKeepingCheckpoint, current_forward, described, in_forward
+from longspan.integrations._adapters import _ADAPTERS, _adapt_llama4, _alibi, _between_projections, adapt
+from longspan.integrations._forward import PLAN_KEYWORD, Forward, PlanKeepingCheckpoint, current_forward, described, in_forward
 from longspan.integrations._model_mask import ModelMask
 from longspan.integrations._relative_bias import RelativeBias, _farthest
 from longspan.testing import virtual_world
@@ -85,6 +86,27 @@ def test_a_layer_without_rotary_embedding_scales_queries_by_their_places_in_the_
     assert not all(layer.self_attn.use_rope for layer in model.model.layers)
     for got in virtual_world(2).run(rank):
         assert relative(got, want) < 3e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_positions_that_scale_queries_are_float32_under_every_default_dtype(dtype: torch.dtype) -> None:
+    """bfloat16 has no number between 8,160 and 8,192, where the scale of Llama 4 changes."""
+    modeling: Any = importlib.import_module("transformers.models.llama4.modeling_llama4")
+    config = tiny_model("llama4_text", "longspan").config
+    plan, queries = SimpleNamespace(positions=torch.tensor([8000, 8180, 8190, 8191])), []
+    module = SimpleNamespace(**vars(modeling))
+    module.Llama4TextAttention = type("Attention", (modeling.Llama4TextAttention,), {})
+    _adapt_llama4(module, lambda layer, q, k, v, mask, **options: (queries.append(q), (q.transpose(1, 2), None))[1])  # type: ignore[arg-type]
+    layer = next(m for m in (module.Llama4TextAttention(config, i) for i in range(config.num_hidden_layers)) if not m.use_rope)
+    x = torch.randn(1, 4, config.hidden_size)
+    with torch.no_grad():
+        layer(x, None, None, **{PLAN_KEYWORD: plan})
+        torch.set_default_dtype(dtype)
+        try:
+            layer(x, None, None, **{PLAN_KEYWORD: plan})
+        finally:
+            torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(*queries, rtol=1e-6, atol=1e-7)
 
 
 def test_alibi_adds_a_slope_per_head_and_distance() -> None:

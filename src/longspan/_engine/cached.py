@@ -32,6 +32,7 @@ from longspan._kernels.registry import NotSupported, check_name, has_triton, ker
 from longspan._masks.algebra import Causal, Full, Mask, as_mask
 from longspan._masks.block_table import BLOCK_SIZE
 from longspan._masks.trace_cache import traces
+from longspan._masks.tracing import ProgramError
 from longspan._torch_modes import without_user_defaults
 
 BLOCK = (BLOCK_SIZE, BLOCK_SIZE)
@@ -136,7 +137,10 @@ def _decodes_by_kernel(q: Tensor, v: Tensor, step: CacheStep, work: PagedWork, k
     dims = q.shape[-1], v.shape[-1]
     reason = unsupported_reason(q, dims, work, sequences=len(step.ids), longest=longest, shared=step.cache.shared_kv)
     if reason is None and step.ranges.spread is not None:
-        reason = unsupported_program(local_programs(work, step.ranges.spread), q.dtype, longest)
+        try:
+            reason = unsupported_program(local_programs(work, step.ranges.spread), q.dtype, longest)
+        except ProgramError as error:
+            reason = str(error)
     if reason is not None and kernel == "triton":
         raise NotSupported(f"kernel 'triton' does not support this call: {reason}. kernel='auto' picks one that does")
     return reason is None

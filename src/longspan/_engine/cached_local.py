@@ -22,6 +22,7 @@ from longspan._engine.cached_tokens import StepQueries
 from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork, QueryRanges, SpreadPages
 from longspan._masks.local_positions import LocalSequences, local_program, local_trace
 
+_MIN_WIDTH = 16  # of a local page table
 _ALIGNED = 4  # int32 elements: kernels are compiled again for addresses that are not divisible by 16
 
 
@@ -129,8 +130,9 @@ def local_step(ranges: QueryRanges, indices: tuple[int, ...], table: Tensor) -> 
     if table.is_cuda:
         host = host.pin_memory()
     rows, batch, starts, lengths, tokens, query_offsets, key_offsets = host.to(table.device, non_blocking=True)[:, :n]
-    most = max((one.length for one in made), default=0)
-    columns = torch.arange(max(1, -(-most // spread.page_size)), device=table.device) * spread.ranks
+    most_pages = max((-(-one.length // spread.page_size) for one in made), default=1)
+    width = max(_MIN_WIDTH, 1 << max(0, most_pages - 1).bit_length())  # launches know it: few different ones while sequences grow
+    columns = torch.arange(width, device=table.device) * spread.ranks
     columns = columns + key_offsets[:, None] // spread.page_size
     columns.clamp_(max=table.shape[1] - 1)  # of shorter sequences: past their last page
     empty = torch.empty(0, dtype=torch.int64, device=table.device)

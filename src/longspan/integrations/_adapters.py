@@ -158,7 +158,7 @@ def _adapt_bloom(module: ModuleType, attend: AttentionForward) -> None:
             attention_mask,
             scaling=self.inv_norm_factor,
             dropout=self.attention_dropout.p if self.training else 0.0,
-            score_mod=_alibi(module._get_alibi_slopes(self.num_heads, query.device)),
+            score_mod=_alibi(module._get_alibi_slopes(self.num_heads, query.device).float().flatten()),
             output_attentions=output_attentions,
         )
         output = self.dense(out.flatten(2))
@@ -184,7 +184,7 @@ def _adapt_mpt(module: ModuleType, attend: AttentionForward) -> None:
         query, key, value = (x.unflatten(2, (self.n_heads, self.head_dim)).transpose(1, 2) for x in qkv.chunk(3, dim=2))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        slopes = position_bias[:, 0, -1] - position_bias[:, 0, -2]  # the bias of neighbouring keys differs by the slope
+        slopes = (position_bias[:, 0, -1] - position_bias[:, 0, -2]).float()  # the bias of neighbouring keys differs by the slope
         dropout = self.attn_dropout_p if self.training else 0.0
         out, weights = attend(
             self, query, key, value, attention_mask, scaling=self.softmax_scale, dropout=dropout, score_mod=_alibi(slopes)
@@ -211,7 +211,7 @@ def _adapt_llama4(module: ModuleType, attend: AttentionForward) -> None:
         query, key, value = (
             project(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        positions = plan.positions.to(query.device)
+        positions = plan.positions.to(query.device).float()  # not torch's default dtype, which may have 8 bits
         scales = torch.log1p(torch.floor((positions + 1.0) / self.floor_scale)) * self.attn_scale + 1.0
         query = (query * (scales[:, None] if scales.ndim == 1 else scales[:, None, :, None])).to(query.dtype)
         dropout = self.attention_dropout if self.training else 0.0

@@ -61,7 +61,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor) -> Tensor:
         ctx.is_used = False
-        return total.view_as(total)
+        return total.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]

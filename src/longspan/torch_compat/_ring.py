@@ -221,7 +221,7 @@ def _templated_ring_attention(
         raise AssertionError(f"group: expected a ProcessGroup, got {type(group).__name__}")
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     merger, rest = _SDPAMerger(_cp_options.convert_to_f32, seq_dim), ()
-    for step, (k, v) in enumerate(_rotated(group, seq_dim, key, value)):
+    for step, (k, v) in enumerate(_rotated(group, seq_dim, key.contiguous(), value.contiguous())):
         block = _block(rank, size, step, is_causal)
         if block.behavior is _CausalBehavior.SKIP:
             continue
@@ -253,7 +253,7 @@ def _templated_ring_attention_backward(
     dtype = torch.float32 if _cp_options.convert_to_f32 else query.dtype
     grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (query, key, value))
     rotater, rest = _create_rotater(group, seq_dim, _RotateMethod.ALL_TO_ALL), ()
-    for step, (k, v) in enumerate(_rotated(group, seq_dim, key, value)):
+    for step, (k, v) in enumerate(_rotated(group, seq_dim, key.contiguous(), value.contiguous())):
         block = _block(rank, size, step, is_causal)
         if step:
             grad_k, grad_v = _split(rotater.next_buffer(), grad_k, grad_v)
