@@ -76,3 +76,11 @@ def test_what_nobody_sees_changes_neither_results_nor_gradients(name: str, value
         out = FUNCTIONS[name][0](a, x, SEEN)
         results.append([out, *torch.autograd.grad(out.sin().sum(), (a, x))])
     assert all(map(torch.equal, *results))
+
+
+def test_a_mask_without_a_leading_dim_is_shared_by_all_mapped_operands() -> None:
+    generator = torch.Generator().manual_seed(5)
+    a, x = torch.randn(3, 2, 4, 5, generator=generator), torch.randn(3, 2, 5, 6, generator=generator)
+    seen = torch.rand(4, 5, generator=generator) > 0.4
+    got = torch.vmap(masked_weighted_sum, (0, 0, None))(a, x, seen)
+    torch.testing.assert_close(got, torch.where(seen, a, 0.0) @ x)

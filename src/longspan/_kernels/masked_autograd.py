@@ -34,10 +34,7 @@ class _Product(torch.autograd.Function):
 
     @classmethod
     def _mapped(cls, info: Any, in_dims: tuple[int | None, ...], *operands: Tensor) -> tuple[Tensor, int]:
-        batched = [
-            t.unsqueeze(0).expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-            for t, dim in zip(operands, in_dims, strict=True)
-        ]
+        batched = [t.unsqueeze(0) if dim is None else t.movedim(dim, 0) for t, dim in zip(operands, in_dims, strict=True)]
         return cls.apply(*batched), 0  # type: ignore[no-untyped-call]
 
 
