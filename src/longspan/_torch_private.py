@@ -33,6 +33,7 @@
 `_saved_tensors_hooks_is_enabled`  Whether saved-tensor hooks may be set: torch.func forbids them, and there is no public accessor.
 `_cuda_getCurrentRawStream`, `_cuda_getDevice`  The current stream as the CUDA driver takes it, and the current device, where CUDA is known
                           to be initialised. `torch.cuda.current_stream` builds an object, which takes as long as the launch itself.
+`_ForceDispatchKeyGuard`, `_dispatch_tls_…`  operators that compiled code calls run without torch.vmap: its dispatch keys are excluded there
 `_cuda_isCurrentStreamCapturing`, `_cuda_getDeviceCount`  `torch.cuda.is_current_stream_capturing` without a Python function around it,
                           which takes as long; the second exists in builds with CUDA only.
 `_get_deterministic_algorithms`, `_get_deterministic_algorithms_warn_only`  Torch's settings, without the Python functions around them.
@@ -129,6 +130,7 @@ __all__ = [
     "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "with_vmap",
     "without_source",
 ]
 
@@ -196,6 +198,21 @@ def _keep_device_guard() -> None:
 
     Thread(target=make_and_stay, name="longspan-device-guard", daemon=True).start()
     made.wait()
+
+
+_VMAP_KEYS = tuple(
+    getattr(torch._C.DispatchKey, f"FuncTorch{name}") for name in ("DynamicLayerBackMode", "Batched", "VmapMode", "DynamicLayerFrontMode")
+)  # fmt: skip
+
+
+def with_vmap() -> AbstractContextManager[Any]:
+    """A context in which torch.vmap works. Operators that code compiled by Inductor calls run without it otherwise."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    if not excluded.has(torch._C.DispatchKey.FuncTorchBatched):
+        return nullcontext()
+    for key in _VMAP_KEYS:
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)  # type: ignore[no-any-return]
 
 
 def without_source(module: GraphModule) -> GraphModule:

@@ -416,3 +416,12 @@ def test_a_scale_that_changes_between_compiled_calls_is_traced_as_a_symbol(call:
     for scale in (float("nan"), float("inf"), float("-inf")):
         with pytest.raises(ValueError, match="scale: expected a finite number"):
             call(q, k, v, scale=scale)
+
+
+def test_a_mask_that_sums_over_a_captured_tensor() -> None:
+    """Such masks are evaluated by torch.vmap, also where compiled code calls the operator."""
+    starts = torch.tensor([0, 9, 14, 22, 30, 35, 40], dtype=torch.int32)
+    mask = ls.mask_mod(lambda b, h, q, kv: (starts[:, None] + q <= starts + kv).sum() > 6)
+    q, k, v = (torch.randn(1, heads, 40, 8) for heads in (4, 2, 2))
+    out = torch.compile(lambda q, k, v: ls.attention(q, k, v, mask=mask), fullgraph=True)(q, k, v)
+    torch.testing.assert_close(out, ls.attention(q, k, v, mask=mask))

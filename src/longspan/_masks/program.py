@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from longspan._torch_private import modes_are_active, number_of, without_source
+from longspan._torch_private import modes_are_active, number_of, with_vmap, without_source
 
 Kind = Literal["score", "mask"]
 
@@ -239,7 +239,8 @@ def _run_mapped(graph: Graph, inputs: Sequence[Tensor]) -> Any:
     fn: Callable[..., Any] = _as_module(graph, inputs[0].device)
     for _ in range(rank):
         fn = torch.vmap(fn, in_dims=tuple(0 if m else None for m in is_mapped))
-    return fn(*inputs)
+    with with_vmap():
+        return fn(*inputs)
 
 
 def _as_module(graph: Graph, device: torch.device) -> GraphModule:
