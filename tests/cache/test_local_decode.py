@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.cache.cases import Case
 from tests.cache.test_kv_cache import DIM, HEADS, make_cache, tokens
 from torch import Tensor
@@ -18,7 +19,7 @@ from longspan._engine.cached_local import local_step, local_window
 from longspan._kernels.paged import FEW_QUERIES, PagedWork, SpreadPages, query_ranges
 from longspan._masks.local_positions import LocalSequences, local_program, local_trace, whole_position
 from longspan._masks.tracing import ProgramError, trace
-from longspan.testing import oracle, virtual_world
+from longspan.testing import oracle, run_processes, virtual_world
 
 decode_call: Any = pytest.importorskip("longspan._kernels.triton.decode_call")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,6 +34,22 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("ranks", "seed"), [(2, 4), (2, 7), (3, 3), (3, 2)])
 def test_random_caches_match_the_oracle_on_every_rank(ranks: int, seed: int) -> None:
     virtual_world(ranks).run(lambda mesh: Case(seed, mesh=mesh, kernel="triton", device=DEVICE, dtype=torch.float32, longest=100).run())
+
+
+def on_processes() -> None:
+    """Two random caches; then a call whose scale differs between the processes, which raises on both."""
+    decode_call.SMALLEST_SPLIT = 32
+    for seed in (4, 7):
+        Case(seed, mesh=dist.group.WORLD, kernel="triton", dtype=torch.float32, longest=100).run()
+    cache = make_cache(mesh=dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"scale: rank 1 has 0\.5, rank 0 has 0\.25"):
+        scale = 0.25 * (1 + dist.get_rank())
+        ls.attention(*tokens(1, 1), cache=cache.step(cache.allocate(1), 1), layer=0, scale=scale, kernel="triton")
+
+
+@pytest.mark.processes
+def test_random_caches_match_the_oracle_in_processes() -> None:
+    run_processes(on_processes, 2)
 
 
 @pytest.mark.gpu

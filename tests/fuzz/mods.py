@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 Spec = dict[str, Any]
+SEED_RANGE = 1 << 20
 Indices = tuple[Tensor, Tensor, Tensor, Tensor]
 
 

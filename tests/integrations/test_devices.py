@@ -1,4 +1,4 @@
-"""Batches and masks on another device than the host's: what is computed on the host is moved there and back."""
+"""Batches and masks on a device that is not the CPU: tensors that are computed on the CPU are moved to it and back."""
 
 from __future__ import annotations
 
