@@ -425,3 +425,19 @@ def test_a_mask_that_sums_over_a_captured_tensor() -> None:
     q, k, v = (torch.randn(1, heads, 40, 8) for heads in (4, 2, 2))
     out = torch.compile(lambda q, k, v: ls.attention(q, k, v, mask=mask), fullgraph=True)(q, k, v)
     torch.testing.assert_close(out, ls.attention(q, k, v, mask=mask))
+
+
+@pytest.mark.parametrize("mod", ["reduction", "nan_to_num"])
+def test_score_mods_that_need_vmap_have_the_gradients_of_eager_calls(mod: str) -> None:
+    table = torch.randn(40, 3)
+    mods: dict[str, Any] = {
+        "reduction": lambda s, b, h, q, kv: s * table[q].sum(),
+        "nan_to_num": lambda s, b, h, q, kv: torch.nan_to_num(s),
+    }
+    q, k, v = (torch.randn(1, heads, 40, 8, requires_grad=True) for heads in (4, 2, 2))
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ls.attention(q, k, v, score_mod=mods[mod]).square().sum()
+
+    got, want = (torch.autograd.grad(f(q, k, v), [q, k, v]) for f in (torch.compile(loss, fullgraph=True), loss))
+    torch.testing.assert_close(got, want)
