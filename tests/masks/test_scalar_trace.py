@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
 import longspan as ls
-from longspan._masks import tracing
+from longspan._masks import joint, tracing
+from longspan._masks.scalar_trace import scalar_vjp
 
 TABLE, WINDOW, SLOPES = torch.randn(4, 16), torch.tensor(5), torch.nn.Parameter(torch.randn(4))
+GAIN, BIAS = torch.tensor(0.5), torch.nn.Parameter(torch.randn(4, 7))
 SUBCLASS = TwoTensor(torch.tensor(5), torch.tensor(6))
 
 
@@ -63,6 +66,65 @@ def test_the_program_is_that_of_torchs_tracer(kind: Any, name: str, monkeypatch:
     assert values == [(n.op, n.meta["val"].dtype, n.meta["val"].shape) for n in theirs.program.graph.nodes if "val" in n.meta]
 
 
+GRADIENTS: dict[str, Any] = SCORES | {
+    "the score": lambda s, b, h, q, kv: s,
+    "no score": lambda s, b, h, q, kv: (q - kv).float(),
+    "two lookups": lambda s, b, h, q, kv: s * SLOPES[h] + BIAS[h, (q - kv).clamp(0, 6)],
+    "both sides of where": lambda s, b, h, q, kv: torch.where(q > kv, s, s * 0.5),
+    "clamp": lambda s, b, h, q, kv: s.clamp(-2, 2) + s.clamp_min(SLOPES[h]),
+    "maximum": lambda s, b, h, q, kv: torch.maximum(s, SLOPES[h]) + torch.minimum(s, s * 2),
+    "power": lambda s, b, h, q, kv: s**3 + torch.atan2(s, SLOPES[h] + 1) / (1 + (q - kv).abs()),
+    "functions": lambda s, b, h, q, kv: F.gelu(s) + F.softplus(s, 2.0) + F.hardtanh(s, -2, 1) + F.elu(s, 1.5) + F.mish(s) + F.relu(s),
+    "half": lambda s, b, h, q, kv: (s.half() * SLOPES[h].half()).float(),
+    "a captured number": lambda s, b, h, q, kv: s * GAIN + WINDOW,
+}
+
+
+def _described(gradient: joint.Joint) -> Any:
+    """The graph without the names of its nodes."""
+    place = {node: i for i, node in enumerate(gradient.graph.nodes)}
+    return gradient.reads, [
+        (
+            n.op,
+            n.target if n.op == "call_function" else None,
+            torch.fx.map_arg((n.args, n.kwargs), lambda x: f"%{place[x]}"),
+            n.meta["val"].dtype if "val" in n.meta else None,
+            n.meta["constant"].item() if "constant" in n.meta else None,
+        )
+        for n in gradient.graph.nodes
+    ]
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_the_gradient_is_that_of_torchs_tracer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = tracing.trace(GRADIENTS[name], "score")
+    program, sizes = traced.program, [t.shape for t in traced.sources]
+    with monkeypatch.context() as context:
+        context.setattr(joint, "fake_trace", lambda *_: pytest.fail("torch's tracer was used"))
+        ours = joint.joint_of(program, sizes)
+    monkeypatch.setattr(joint, "scalar_vjp", lambda *_: None)
+    assert _described(ours) == _described(joint.joint_of(program, sizes))
+
+
+@pytest.mark.parametrize(
+    "vjp",
+    [
+        lambda x, table: [table.sum() * x],
+        lambda x, table: [x.detach().add_(1), x],
+        lambda x, table: [x, x.view(()).mul_(2)],
+        lambda x, table: [torch.ones_like(x).logical_and_(x)],
+        lambda x, table: [torch.mul(x, x, out=torch.zeros_like(x))],
+        lambda x, table: [GAIN.add_(x), x],
+        lambda x, table: [F.logsigmoid(x)],
+        lambda x, table: [x * 2 if x > 0 else x],
+    ],
+)
+def test_other_gradients_are_left_to_torchs_tracer(vjp: Any) -> None:
+    before = GAIN.clone()
+    assert scalar_vjp(vjp, [torch.zeros(()), torch.zeros(3)]) is None
+    assert before == GAIN
+
+
 @pytest.mark.parametrize(
     "mod",
     [
@@ -102,6 +164,8 @@ def test_a_first_call_does_not_import_torchs_compiler() -> None:
         "q = torch.randn(1, 2, 30, 16, requires_grad=True); mask = ls.causal() & ls.documents([10, 20]);"
         "blocks = ls.mask_mod(lambda b, h, q, kv: (q // 8 >= kv // 8) & (kv % 3 != 1));"
         "ls.attention(q, q, q, mask=mask & blocks).sum().backward();"
+        "slopes = torch.nn.Parameter(torch.randn(2)); soft = lambda s, b, h, q, kv: 5 * torch.tanh(s * slopes[h] / 5);"
+        "ls.attention(q, q, q, mask=mask, score_mod=soft).sum().backward();"
         "print({'sympy', 'torch._dynamo', 'torch._inductor'} & (set(sys.modules) - known))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

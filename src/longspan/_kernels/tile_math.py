@@ -94,7 +94,8 @@ def add_lookup_grads_(
         if seen is not None:
             keep = seen.expand(shape).reshape(*shape, *(1,) * (grad.ndim - len(shape)))
             grad = torch.where(keep, grad, 0.0)
-        index_shape = torch.broadcast_shapes((1,) * len(shape), *(i.shape for i in index))
+        ones = torch.empty((1,) * len(shape), device="meta")
+        index_shape = torch.broadcast_tensors(ones, *index)[0].shape  # torch.broadcast_shapes would import sympy
         constant_dims = [d for d, size in enumerate(index_shape) if size == 1]
         grad = grad.sum(constant_dims, keepdim=True) if constant_dims else grad
         if index:

@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from longspan._masks.program import Program, is_pointwise, op_name, run
+from longspan._masks.scalar_trace import scalar_vjp
 from longspan._torch_private import fake_trace, outside_of_modes
 
 # Operations that autograd records for literals. They have no inputs, so each becomes a constant of the graph.
@@ -135,8 +136,8 @@ def _captured_sizes(program: Program, sizes: Sequence[Sequence[int]] | None) -> 
     return {node: tuple(size) for node, size in zip(program.captured_nodes, sizes, strict=True)}
 
 
-def _trace_vjp(forward: Graph, program: Program, reads: list[Node], sizes: dict[Node, tuple[int, ...]]) -> GraphModule:
-    """The traced function (grad, *placeholders, *reads) → [d_score, *d_reads]."""
+def _trace_vjp(forward: Graph, program: Program, reads: list[Node], sizes: dict[Node, tuple[int, ...]]) -> Any:
+    """A module with the graph of the function (grad, *placeholders, *reads) → [d_score, *d_reads]."""
 
     def vjp(grad: Tensor, *inputs: Tensor) -> list[Tensor]:
         with torch.enable_grad():
@@ -146,7 +147,8 @@ def _trace_vjp(forward: Graph, program: Program, reads: list[Node], sizes: dict[
             if not out.requires_grad:
                 _require_autograd(wrt[0])
                 return [torch.zeros_like(t) for t in wrt]
-            grads = torch.autograd.grad(out, wrt, grad, allow_unused=True)
+            out.register_hook(lambda _: grad)  # as an argument of `grad`, torch would import sympy to compare its size
+            grads = torch.autograd.grad(out, wrt, allow_unused=True)
         return [torch.zeros_like(t) if g is None else g for g, t in zip(grads, wrt, strict=True)]
 
     def example(node: Node) -> Tensor:
@@ -154,10 +156,12 @@ def _trace_vjp(forward: Graph, program: Program, reads: list[Node], sizes: dict[
         return torch.empty(size, dtype=node.meta["val"].dtype)
 
     grad = torch.zeros((), dtype=program.result.meta["val"].dtype)
-    examples = [example(p) for p in program.placeholders] + [example(r) for r in reads]
-    module = fake_trace(vjp, grad, *examples)
+    examples = [grad, *(example(p) for p in program.placeholders), *(example(r) for r in reads)]
+    if module := scalar_vjp(vjp, examples):
+        return module
+    module = fake_trace(vjp, *examples)
     # Some backward formulas mutate tensors (clamp, maximum); programs may not, so functionalize.
-    return fake_trace(torch.func.functionalize(module), grad, *examples)
+    return fake_trace(torch.func.functionalize(module), *examples)
 
 
 def _require_autograd(leaf: Tensor) -> None:

@@ -1,5 +1,5 @@
-"""Tracing of scalar mods without torch's tracer, whose first use imports a thousand modules (sympy, Dynamo, Inductor): 3 to 6 s, then 30 ms
-per mod.
+"""Tracing of scalar mods and their gradients without torch's tracer, whose first use imports a thousand modules (sympy, Dynamo, Inductor):
+3 to 6 s, then 30 ms per mod.
 
 Most mods compute with scalars and look up elements of tensors. Their operations are recorded by a dispatch mode. The indices are tensors
 without memory: code that reads a value past the dispatcher (`tolist`, `numpy`) raises. A mod that does more (operations on whole captured
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -45,6 +45,16 @@ class _Recorder(DispatchModeOutsideOfDynamo):
         self._known[id(tensor)] = tensor, node, example
         if varying:
             self._varying.add(id(tensor))
+
+    def input(self, name: str, example: Tensor) -> Tensor:
+        """An argument of the function: a number like `example`, or, where that has dims, a table that the function may look up."""
+        node = self.graph.placeholder(name)
+        if example.ndim:
+            self._captured_nodes[id(example)] = node
+            return example
+        number = TensorWithoutMemory(example.dtype)
+        self.add(number, node, example, varying=True)
+        return number
 
     def is_known(self, value: Any) -> bool:
         """Whether a tensor is an index of the mod, a constant or a result of its operations."""
@@ -106,20 +116,56 @@ def _is_index(tensor: Tensor) -> bool:
     return tensor.ndim == 0 and tensor.dtype in (torch.int32, torch.int64)
 
 
+class _GradientRecorder(_Recorder):
+    """Records gradient formulas too, some of which (those of clamp and maximum) change a result in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shared: set[int] = set()  # ids of tensors that may share their memory with another
+
+    def _record(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        if not func._schema.is_mutable:
+            result = super()._record(func, args, kwargs)
+            if any(value.alias_info for value in func._schema.returns):
+                self._shared.update(id(x) for x in (result, *args) if isinstance(x, Tensor))
+            return result
+        changed = args[0]
+        result = super()._record(_out_of_place(func), args, kwargs)
+        if id(changed) in self._shared or not self.is_known(changed) or result.dtype != changed.dtype:
+            raise _TooComplex
+        _, node, example = self._known[id(result)]
+        self.add(changed, node, example, varying=True)
+        return cast(Tensor, changed)
+
+
+def _out_of_place(func: Any) -> Any:
+    """The operator `op(x, …)` of an operator `op_(x, …)`."""
+    namespace, _, name = func._schema.name.partition("::")
+    if not name.endswith("_"):
+        raise _TooComplex
+    return getattr(getattr(getattr(torch.ops, namespace), name[:-1]), func._overloadname)
+
+
 def scalar_trace(fn: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Any:
     """A module of captured tensors with the graph of `fn(*inputs)`, as `make_fx` makes it; None if the mod needs torch's tracer."""
-    recorder = _Recorder()
-    scalars = [TensorWithoutMemory(tensor.dtype) for tensor in inputs]
-    for i, (scalar, tensor) in enumerate(zip(scalars, inputs, strict=True)):
-        recorder.add(scalar, recorder.graph.placeholder(f"arg_{i}"), tensor, varying=True)
+    return _traced(_Recorder(), fn, inputs)
+
+
+def scalar_vjp(fn: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> Any:
+    """Like `scalar_trace`, for a function that computes gradients by autograd."""
+    return _traced(_GradientRecorder(), fn, inputs)
+
+
+def _traced(recorder: _Recorder, fn: Callable[..., Tensor | list[Tensor]], inputs: Sequence[Tensor]) -> Any:
+    values = [recorder.input(f"arg_{i}", tensor) for i, tensor in enumerate(inputs)]
     try:
         with recorder:
-            result = fn(*scalars)
-        if not recorder.is_known(result) or not recorder.is_complete:
+            results = fn(*values)
+        if not recorder.is_complete or not all(map(recorder.is_known, tree_leaves(results))):
             return None
     except AutogradError:
         raise
     except Exception:  # `_TooComplex`; any other error is torch's tracer's to report
         return None
-    recorder.graph.output(recorder.node(result))
+    recorder.graph.output(tree_map(recorder.node, results))
     return SimpleNamespace(graph=recorder.graph, **recorder.captured)
