@@ -24,6 +24,7 @@ pytest.importorskip("rich")
 
 from longspan.cli import main
 from longspan.cli.app import UsageError, run
+from longspan.cli.parse import _imported
 from longspan.cli.plan import Request, _degrees, _fastest_plan
 
 
@@ -215,6 +216,28 @@ BAD: list[tuple[list[str], str]] = [
     (["--gpus", "4096", "--html", "x.html"], "up to 512 devices"),
     (["--frobnicate"], "No such option"),
 ]
+
+
+def test_a_module_of_the_working_directory_comes_before_others(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, window in (("here", 3), ("elsewhere", 5)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "my_masks_of_a_test.py").write_text(f"import longspan as ls\nmask = ls.sliding_window({window})")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
+    monkeypatch.delitem(sys.modules, "my_masks_of_a_test", raising=False)
+    assert repr(_imported("my_masks_of_a_test:mask")) == repr(ls.sliding_window(3)) != repr(ls.sliding_window(5))
+    assert sys.path[0] == str(tmp_path / "elsewhere")
+
+
+def test_a_picture_without_matplotlib_is_a_one_line_error(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan._report import figure
+
+    def missing(*_: Any) -> None:
+        raise ImportError("No module named 'matplotlib'")
+
+    monkeypatch.setattr(figure, "figure", missing)
+    code, _, err = called(capsys, "plan", "--tokens", "2k", "--gpus", "2", "--png", str(tmp_path / "plan.png"))
+    assert code == 2 and "--png: No module named 'matplotlib'" in err and err.count("\n") == 1
 
 
 BROKEN = {

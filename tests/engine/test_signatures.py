@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
-from torch.nn.attention.flex_attention import AuxRequest, FlexKernelOptions, create_block_mask
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex
 
 import longspan as ls
@@ -154,6 +154,14 @@ def test_flex_attention_broadcasts_batch_one_and_returns_lse() -> None:
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(lse, want_lse)
     assert torch.autograd.grad(out.sum(), k)[0].shape == k.shape
+
+
+def test_a_block_mask_of_one_block_larger_than_any_sequence_is_no_mask() -> None:
+    """As torch makes it where no mask is given. Its lengths are not those of the call."""
+    q, k, v = (torch.randn(2, 3, n, 16) for n in (20, 31, 31))
+    one = torch.ones(1, 1, 1, dtype=torch.int32)
+    none = BlockMask.from_kv_blocks(one, torch.zeros(1, 1, 1, 1, dtype=torch.int32), BLOCK_SIZE=1 << 30, seq_lengths=(1, 1))
+    torch.testing.assert_close(ls.flex_attention(q, k, v, block_mask=none), ls.attention(q, k, v))
 
 
 def test_flex_attention_accepts_torchs_kernel_options_without_effect() -> None:

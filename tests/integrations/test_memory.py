@@ -333,6 +333,16 @@ def test_the_trial_of_the_output_layer_leaves_modes_of_modules_as_they_are() -> 
     assert [module.training for module in model.modules()] == modes
 
 
+def test_a_loss_makes_no_kv_cache() -> None:
+    model = tiny("Llama").train()
+    made: list[object] = []
+    model.model.register_forward_hook(lambda module, args, output: made.append(output.past_key_values))
+    memory.causal_lm_loss(model, batch_of())
+    assert made[-1] is None
+    memory.causal_lm_loss(model, {**batch_of(), "use_cache": True})
+    assert made[-1] is not None
+
+
 @pytest.mark.parametrize("after_a_call", [False, True])
 @pytest.mark.parametrize("change", ["subclass", "forward", "hook", "pre_hook", "backward hook"])
 def test_an_output_layer_that_is_more_than_linear_raises(change: str, after_a_call: bool) -> None:

@@ -66,6 +66,11 @@ def test_lookups_by_batch_row_and_head_are_hoisted() -> None:
     assert [captured[i].ndim for i in tables(mixed)] == [0, 2]
 
 
+def test_a_score_that_is_a_captured_number_is_one_lookup() -> None:
+    assert tables(lambda s, b, h, q, kv: SCALE.float()) == (0,)
+    assert tables(lambda s, b, h, q, kv: SCALE) == (0,)
+
+
 def test_lookups_at_two_places_or_within_the_tile_are_not_hoisted() -> None:
     assert tables(two_places) == tables(within) == ()
     # An index that is itself read from memory stays in the loop.

@@ -115,6 +115,14 @@ def test_masked_rectangles_have_a_largest_number_of_tiles_or_one_row(limit: int,
     assert kinds(full) == [("full", 0, 80, 0, 48)]
 
 
+@pytest.mark.parametrize(("limit", "heights"), [(4, [32, 32, 16]), (6, [48, 32])])
+def test_masked_rectangles_are_as_wide_as_their_run(limit: int, heights: list[int]) -> None:
+    """5 × 3 tiles, of which those of the first column are empty."""
+    work = work_of(lambda b, h, q, kv: ((q + kv) % 3 > 0) & (kv >= 116), [(0, 80)], [(100, 48)], block=16)
+    cells = sorted(_cover(work, max_masked_tiles=limit), key=lambda r: r.q0)
+    assert [r.q1 - r.q0 for r in cells] == heights and all((r.kind, r.k0, r.k1) == ("masked", 16, 48) for r in cells)
+
+
 def test_masked_rectangles_span_64_tiles() -> None:
     """Of 20 × 5 tiles: 12 rows of 5 tiles, and 8."""
     work = work_of(lambda b, h, q, kv: (q + kv) % 3 > 0, [(0, 320)], [(1000, 80)], block=16)

@@ -100,6 +100,7 @@ MASKS = {
         lambda b, h, q, kv: kv < ANY_INT64[q] + 1,
         lambda b, h, q, kv: kv - ANY_INT64[q] < 0,
         lambda b, h, q, kv: IDS[kv] < IDS[q],
+        lambda b, h, q, kv: (kv < q) & True,
     ],
 )
 def test_masks_of_another_form_have_no_bounds(mask: Any) -> None:

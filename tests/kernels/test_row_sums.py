@@ -10,7 +10,15 @@ pytest.importorskip("triton")
 
 from longspan._kernels.gpu.interpreter import interpreted, quiet
 from longspan._kernels.gpu.row_sum_kernels import add_rows_and_split_kernel, add_rows_kernel
-from longspan._kernels.row_sums import ReturnedGrads, add_returned_and_split, add_returned_rows_, copy_rows_, row_lists, split_rows
+from longspan._kernels.row_sums import (
+    ReturnedGrads,
+    _viewable_as_16_bytes,
+    add_returned_and_split,
+    add_returned_rows_,
+    copy_rows_,
+    row_lists,
+    split_rows,
+)
 
 LOCAL_ROWS = 11
 
@@ -43,6 +51,19 @@ def test_copies_are_exact_for_all_strides() -> None:
         out = torch.zeros(7, 2, 3, dim + 4)
         copy_rows_(out[..., :dim], x.permute(2, 0, 1, 3))
         assert torch.equal(out[..., :dim], x.permute(2, 0, 1, 3)) and not out[..., dim:].any()
+
+
+def test_elements_of_16_bytes_need_dense_aligned_rows() -> None:
+    room = torch.zeros(8 * 24 + 8, dtype=torch.float32)
+    room = room[room.data_ptr() % 16 // 4 :]  # allocations are aligned; a slice of one need not be
+    for offset, width, stride, step, fits in (
+        (0, 8, 24, 1, True), (4, 12, 16, 1, True), (0, 4, 4, 1, True), (1, 8, 24, 1, False), (2, 8, 24, 1, False),
+        (0, 8, 22, 1, False), (0, 6, 24, 1, False), (0, 8, 24, 2, False), (0, 1, 4, 1, False),
+    ):  # fmt: skip
+        assert _viewable_as_16_bytes(room.as_strided((5, width), (stride, step), offset)) == fits
+        assert _viewable_as_16_bytes(room.double().as_strided((5, width), (stride, step), offset)) == (
+            step == 1 and not any(n % 2 for n in (offset, width, stride))
+        )
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -258,7 +258,7 @@ def test_a_sliding_window_over_a_million_tokens_has_few_runs_per_row():
     assert torch.equal(transposed.transposed.first, table.first) and torch.equal(transposed.transposed.ptr, table.ptr)
 
 
-@pytest.mark.parametrize("block", [(1, 8), (16, 1), (16, 8)])
+@pytest.mark.parametrize("block", [(1, 8), (16, 1), (16, 8), (1, 24)])
 def test_masks_that_compute_vectors_are_evaluated_in_parts(block, monkeypatch):
     points = torch.randn(60, 5, generator=torch.Generator().manual_seed(0))
     shapes = []

@@ -102,6 +102,9 @@ def test_hidden_tokens_change_nothing_and_visible_ones_do(bad: float) -> None:
         torch.testing.assert_close(grad, want)
     one_row = oracle(*(t.detach() for t in (q, k, v)), mask=ls.mask_mod(lambda b, h, i, j: (j != 4) & ((j != 1) | (i == 3))))
     assert one_row[:, :, [0, 1, 2, 4]].isfinite().all() and not one_row[0, :2, 3, 2].isfinite().any()
+    v[0, 0, 1, 2] = 0.5
+    finite = oracle(*(t.detach() for t in (q, k, v)), mask=ls.mask_mod(lambda b, h, i, j: (j != 4) & ((j != 1) | (i == 3))))
+    assert torch.equal(one_row[0, :2, 3, :2], finite[0, :2, 3, :2])
     assert one_row[0, :2, 3, :2].isfinite().all() and one_row[1].isfinite().all() and one_row[0, 2:].isfinite().all()
 
 
