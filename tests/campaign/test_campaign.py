@@ -14,7 +14,7 @@ from tests.campaign import __main__ as runner
 from tests.campaign.kinds import CALLS_MEMBERS, Campaign, Right
 from tests.fuzz import mods
 from tests.fuzz.__main__ import GPU_PART
-from tests.fuzz.cases import draw
+from tests.fuzz.cases import draw, ulysses_fits
 from tests.fuzz.groups import MEMBERS
 
 # Checks a seed by its last digits: 3 dies, 5 is wrong, 7 never ends, 2 compiles for long; all others are right.
@@ -93,6 +93,16 @@ def test_members_of_a_group_share_programs_and_differ_in_sizes(group: int) -> No
         assert len({(*texts(case["mask"]), (case["score"] or {}).get("text")) for case in cases}) == 1
     assert len({(case["q_len"], case["kv_len"], case["batch"], case["heads"]) for case in cases}) > 10
     assert cases[3] == draw(group * MEMBERS + 3, 128, device="cuda")
+
+
+@pytest.mark.parametrize("group", [91001216 // MEMBERS, *range(60, 90)])  # the first: strategy "auto" over axes named ulysses and ring
+def test_heads_of_members_fit_a_ulysses_axis(group: int) -> None:
+    for seed in range(group * MEMBERS, group * MEMBERS + 10):
+        case = draw(seed, 128, device="cuda")
+        mesh = case.get("mesh") or {"names": None, "strategy": ""}
+        if "ulysses" in (mesh["names"] or ()) or mesh["strategy"].startswith("ulysses"):
+            degree = mesh["shape"][(mesh["names"] or ["ulysses"]).index("ulysses")]
+            assert ulysses_fits(degree, case["heads"], case["kv_heads"])
 
 
 def test_runners_know_the_size_of_groups_of_calls() -> None:

@@ -139,7 +139,7 @@ def _draw_sizes(case: Case, rules: dict[str, Any], rng: Random, *, largest: bool
     case["batch"] = rng.choice(rules["batches"])
     heads = [(g, g * r) for g in range(1, case["kv_heads"] + 1) for r in range(1, case["heads"] // case["kv_heads"] + 1)]
     mesh = case.get("mesh")
-    if mesh and "ulysses" in mesh["strategy"]:
+    if mesh and ("ulysses" in mesh["strategy"] or "ulysses" in (mesh["names"] or ())):  # a named axis binds "auto" too
         degree = mesh["shape"][0 if mesh["names"] != ["ring", "ulysses"] else 1]
         heads = [(g, h) for g, h in heads if ulysses_fits(degree, h, g)] or [(case["kv_heads"], case["heads"])]
     elif rules["odd heads"]:
