@@ -25,6 +25,15 @@ def test_the_heading_of_simulated_strategies_is_one_line(capsys: pytest.CaptureF
     assert row.startswith("ring ") and row.split() == ["ring", "750.00", "250.00", "500.00", "125.00", "1.500", "300"]
 
 
+def test_text_in_a_terminal_is_printed_without_colours_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    printing.text("4096 tokens, 'ring', True, 1.5e-3")
+    assert capsys.readouterr().out == "4096 tokens, 'ring', True, 1.5e-3\n"
+
+
 def test_ranks_have_visible_colours_of_the_cube_and_neighbours_distant_ones() -> None:
     """Of 6 × 6 × 6 colours, those whose red, green and blue add up to 5 or more of 15."""
     numbers = [int(printing._colour(rank).removeprefix("color(").removesuffix(")")) for rank in range(400)]

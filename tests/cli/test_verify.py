@@ -43,6 +43,18 @@ def few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spanning, "CASES", (("documents", "bias"),))
 
 
+@pytest.mark.usefixtures("few_checks")
+def test_a_line_has_the_checks_of_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    added: list[tuple[str, torch.dtype]] = []
+    monkeypatch.setattr(checking.Line, "add", lambda line, problem, shares: added.append((line.dtype, problem.dtype)))
+    monkeypatch.setattr(checking.Problem, "results", lambda problem, call, inputs: {})
+    monkeypatch.setattr(checking.Problem, "shares", lambda problem, results: {})
+    list(verify.kernel_lines(CPU, whole=False))
+    dtypes = [torch.float32, torch.bfloat16, torch.float64]
+    kernels = len(registry.NAMES) - 1
+    assert added == [(str(p[2])[6:], p[2]) for _ in range(kernels) for d in dtypes for p in checking.grid(dtypes, whole=False) if p[2] == d]
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("few_checks")
 def test_verify_passes_and_prints_a_table_and_json(capsys: Any) -> None:
@@ -324,9 +336,10 @@ def test_errors_over_their_budget_fail() -> None:
 
 def test_masks_and_scores_of_problems_are_those_of_their_names() -> None:
     sizes: dict[str, Any] = {"dtype": torch.float64, "device": CPU}
-    masks = {name: str(checking.Problem(mask=name, score="none", **sizes).made_mask) for name in ("causal", "documents", "window")}
     documents = ls.causal() & ls.documents(lengths=[62, 3, 37, 47])
-    assert masks == {"causal": str(ls.causal()), "documents": str(documents), "window": str(ls.sliding_window(37, 5))}
+    for name, mask in (("causal", ls.causal()), ("documents", documents), ("window", ls.sliding_window(37, 5))):
+        made = checking.Problem(mask=name, score="none", **sizes).made_mask
+        assert torch.equal(made.block_table(149, 149, block=1).to_dense(), mask.block_table(149, 149, block=1).to_dense())
     softcap, captured = checking.Problem(mask="causal", score="softcap", **sizes).score_mod(torch.float64)
     scores, zero = torch.tensor([1e-3, 5.0, 1e3], dtype=torch.float64), torch.tensor(0)
     assert softcap is not None and captured == []

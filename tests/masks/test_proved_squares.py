@@ -248,6 +248,18 @@ def test_lookups_are_certainly_outside_from_one_entry_past_either_end() -> None:
         Interpreter(traced.program, traced.captured(), b=(0, 0), h=(0, 0), q=(0, 9), kv=(0, 1), strict=False)
 
 
+@pytest.mark.parametrize(
+    "corner", [lambda h, q, kv: 9 - q + 7 - kv, lambda h, q, kv: q + 7 - kv, lambda h, q, kv: 9 - q + kv, lambda h, q, kv: q + kv]
+)
+def test_lookups_outside_at_one_corner_are_those_of_the_first_batch_row_and_head(corner: Callable[..., Tensor]) -> None:
+    """The index is past the end by one at one corner, where h, or b, is 0."""
+    table = torch.zeros(16, dtype=torch.int64)
+    for mask in (lambda b, h, q, kv: table[corner(h, q, kv) - h] < q, lambda b, h, q, kv: table[corner(h, q, kv) - b] < q):
+        traced = trace(mask, "mask")
+        with pytest.raises(ValueError, match="got up to 16;"):
+            Interpreter(traced.program, traced.captured(), b=(0, 2), h=(0, 3), q=(0, 9), kv=(0, 7))
+
+
 @pytest.mark.parametrize("mask", [
     lambda b, h, q, kv: torch.ones_like(IDS[:20] + q).sum() > kv,  # 20: as many ones as entries
     lambda b, h, q, kv: (IDS[:20] + q).new_full((4,), 5).sum() > kv,

@@ -51,7 +51,7 @@ def bounds(program: Program, captured: Sequence[Tensor], q_len: int, kv_len: int
 class Interpreter:
     """A program bound to captured tensors (on the CPU) and to inclusive ranges of indices; lo = hi fixes an index.
 
-    `strict`: raise ValueError if a lookup is certainly outside its table at some index of the domain.
+    `strict`: raise ValueError if a lookup is certainly outside its table at a corner of the ranges of q and kv, at the first b and h.
     """
 
     def __init__(
