@@ -242,6 +242,30 @@ def test_chunks_of_rows_of_which_some_have_padding() -> None:
     assert pairs(within(ls.full(), (SLIDING, 2), None), 5) == [((q - kv < 2) & (q >= kv)).int().tolist()]
 
 
+def test_chunks_from_the_origins_of_tokens() -> None:
+    positions = rows([0, 1, 2, 0, 1, 2, 3], [5, 6, 7, 8, 9, 10, 11])
+    origins = torch.arange(7) - positions
+    made = within(ls.full(), (CHUNKED, 2), torch.ones(2, 7).bool(), origins=origins)
+    chunks = positions // 2
+    assert pairs(made, 7, 2) == (chunks[:, :, None] == chunks[:, None]).int().tolist()
+    assert Chunks(2, origins).extent.batch == 2
+
+
+def test_origins_of_chunks_are_of_packed_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    restarts, on = rows([0, 1, 0, 1, 2], [0, 1, 2, 3, 4]), rows([3, 4, 5, 6, 7])
+    ids, real = rows([0, 0, 1, 1, 1], [0, 0, 0, 0, 0]), torch.ones(2, 5)
+    want = [[0, 0, 2, 2, 2], [0, 0, 0, 0, 0]]
+    monkeypatch.setattr(_batch, "chunks_by_position", lambda: True)
+    for batch in ({}, {"document_ids": ids, "attention_mask": real}, {"seq_idx": ids, "attention_mask": real}):
+        origins = _batch._chunk_origins({"position_ids": restarts, **batch}, restarts)
+        assert origins is not None and origins.tolist() == want
+    assert _batch._chunk_origins({"position_ids": restarts, "attention_mask": real}, restarts) is None
+    assert _batch._chunk_origins({"document_ids": ids}, restarts) is None
+    assert _batch._chunk_origins({"position_ids": on}, on) is None
+    monkeypatch.setattr(_batch, "chunks_by_position", lambda: False)
+    assert _batch._chunk_origins({"position_ids": restarts}, restarts) is None
+
+
 # ------------------------------------------------------------------------------------------------------------------------- batches
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from tests.integrations.families import RANKS, on_ranks, results, with_random_weights
+from tests.integrations.tiny_models import recompute
 
 import longspan as ls
 import longspan.integrations.transformers as lst
@@ -97,7 +98,7 @@ def test_strategies_and_layouts_apply_to_cross_attention(options: dict[str, Any]
 def test_checkpointed_layers_find_the_plan_of_their_stack() -> None:
     model, batch = model_of("T5"), batch_of()
     want = results(model, batch)
-    model.gradient_checkpointing_enable()
+    recompute(model)
     compare(model.train(), batch, want)
 
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 from tests.integrations.families import on_ranks, results, tiny_settings, with_random_weights
 from tests.integrations.other_families import labelled_batch, tiny_model
+from tests.integrations.tiny_models import recompute
 from torch import Tensor
 
 import longspan as ls
+from longspan.integrations._configs import chunks_by_position
 from longspan.integrations._decoders import _check_features
 from longspan.testing import virtual_world
 
@@ -179,7 +181,7 @@ def test_images_with_checkpointed_layers_equal_eager(family: Callable[[], Any]) 
     eager, batch = model_of(family, "eager")
     want = results(eager, {**batch, "use_cache": False})
     model, _ = model_of(family, "longspan")
-    model.train().gradient_checkpointing_enable()
+    recompute(model.train())
     assert_same(on_ranks(model, batch), want)
     lst.long_context(model, loss_chunk=None)
     assert_same(on_ranks(model, batch), want)
@@ -211,6 +213,9 @@ def test_images_whose_positions_look_like_packed_documents_raise_without_an_atte
     batch = labelled_batch("images", model)
     on_ranks(model, batch)
     del batch["attention_mask"]
+    if chunks_by_position():  # since transformers 5.23, the model looks for documents in positions of text alone
+        assert_same(on_ranks(model, batch), results(model, batch))
+        return
     with pytest.raises(ValueError, match="takes positions of images for the beginnings of packed documents"):
         on_ranks(model, batch)
 
@@ -327,7 +332,7 @@ def test_cross_attention_to_images_with_checkpointed_layers_equals_eager() -> No
     eager, model = (tiny_model(("vision-language", "mllama"), implementation) for implementation in ("eager", "longspan"))
     batch = labelled_batch("images left", model)
     want = results(eager, {**batch, "use_cache": False})
-    model.train().gradient_checkpointing_enable()
+    recompute(model.train())
     assert_same(on_ranks(model, batch), want)
     lst.long_context(model, loss_chunk=None)
     assert_same(on_ranks(model, batch), want)

@@ -387,13 +387,15 @@ def test_outputs_that_long_context_does_not_return_raise(name: str, by_config: b
 
 
 def test_another_checkpoint_function_after_long_context_raises() -> None:
+    from tests.integrations.tiny_models import keep_activations, recompute
+
     def rank(mesh: Any) -> None:
         model, batch = memory.long_context(tiny("Llama").train(), mesh), batch_of()
         model(**batch)  # with a plan, checkpoint functions are wrapped
         model(**batch)
-        model.gradient_checkpointing_disable()
+        keep_activations(model)
         model(**batch)
-        model.gradient_checkpointing_enable()
+        recompute(model)
         for training_batch in (batch, {"input_ids": batch["input_ids"]}):
             with pytest.raises(ValueError, match=r"gradient_checkpointing_enable\(\) was called after long_context"):
                 model(**training_batch)

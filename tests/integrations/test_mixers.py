@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("transformers")
 
 from tests.integrations.families import tiny_model
+from tests.integrations.tiny_models import recompute
 
 import longspan as ls
 import longspan.integrations.transformers as lst
@@ -73,7 +74,7 @@ def test_a_hybrid_on_ranks_gives_the_loss_and_gradients_of_one_process(rows: int
 
 def test_recomputed_layers_of_a_hybrid_find_the_plan() -> None:
     model = tiny_model("qwen3_next", "longspan").train()
-    model.gradient_checkpointing_enable()
+    recompute(model)
     assert_ranks_equal_one(model, batch_of(2), 2, layout="head_tail")
 
 
@@ -105,7 +106,7 @@ def test_a_recomputation_that_ends_inside_of_a_mixer_leaves_no_mixer_behind() ->
     model = NemotronHForCausalLM(NemotronHConfig(**config)).train()
     model.set_attn_implementation("longspan")
     assert mixers_of(model)
-    model.gradient_checkpointing_enable()
+    recompute(model)
     assert_ranks_equal_one(model, batch_of(2), 2)
 
 
@@ -162,7 +163,7 @@ def test_a_tensor_that_may_be_a_shard_raises() -> None:
 
 def test_layers_are_recomputed_without_a_plan_after_a_forward_with_one() -> None:
     model = tiny_model("lfm2", "longspan").train()
-    model.gradient_checkpointing_enable()
+    recompute(model)
     model(**lst.prepare_batch(batch_of(1), ls.Mesh.abstract(1), config=model)).loss.backward()
     model(**batch_of(1), use_cache=False).loss.backward()
 
@@ -192,6 +193,14 @@ def test_plans_of_a_batch_travel_with_its_padding() -> None:
 @pytest.mark.parametrize("kind", ["plain", "left"])
 def test_layers_with_chunks_and_scaled_queries_equal_one_process(kind: str) -> None:
     assert_ranks_equal_one(tiny_model("llama4_text", "longspan"), batch_of(2, kind), 3, layout="head_tail")
+
+
+@pytest.mark.parametrize("layout", ["head_tail", "per_document"])
+def test_chunks_of_packed_documents_are_counted_as_on_one_process(layout: str) -> None:
+    """By places in the row before transformers 5.23, by positions of the documents since; the second row is one document."""
+    restarts = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)])
+    positions = torch.stack([restarts, torch.arange(LENGTH) + 3])
+    assert_ranks_equal_one(tiny_model("llama4_text", "longspan"), batch_of(2) | {"position_ids": positions}, 3, layout=layout)
 
 
 def test_outputs_by_token_are_sharded_and_others_are_kept() -> None:

@@ -127,6 +127,22 @@ def test_the_parts_of_mask_functions() -> None:
     assert foreign_part(and_masks(bidirectional_mask_function, causal_mask_function)) == "causal_mask_function"
 
 
+def remap_positions_for_packed_sequence(mask_function: Any, position_ids: torch.Tensor) -> Any:
+    """Of the name of transformers' function since 5.23."""
+
+    def inner_mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return mask_function(b, h, position_ids[b, q], position_ids[b, kv])
+
+    return inner_mask
+
+
+def test_the_parts_of_mask_functions_by_positions_of_documents() -> None:
+    inner = and_masks(sliding_window_overlay(4), causal_mask_function)
+    joined = and_masks(packed_sequence_mask_function(torch.zeros(1, 9)), remap_positions_for_packed_sequence(inner, torch.zeros(1, 9)))
+    assert mask_parts(joined) == ["packed_sequence_mask_function", "sliding_window_overlay", "causal_mask_function"]
+    assert foreign_part(joined) == "" and foreign_part(remap_positions_for_packed_sequence(own_mask, torch.zeros(1))) == "own_mask"
+
+
 def test_functions_with_offsets_and_the_keys_of_one_query() -> None:
     assert with_offsets(own_mask, 0, ZERO) is own_mask
     assert pairs(with_offsets(own_mask, 3, 0), 2, 5) == [[[1, 1, 1, 0, 1], [1, 1, 1, 1, 0]]]

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 from tests.integrations.families import tiny_model
-from tests.integrations.tiny_models import batch_of, model_of, relative, results
+from tests.integrations.tiny_models import batch_of, model_of, recompute, relative, results
 
 import longspan as ls
 import longspan.integrations.transformers as lst
@@ -73,7 +73,7 @@ def test_layers_that_do_not_pass_the_plan_on_find_it_in_the_context(family: str,
     batch = batch_of("packed")
     want = results(model, {**batch, "use_cache": False})
     if recomputed:
-        model.train().gradient_checkpointing_enable()
+        recompute(model.train())
 
     def rank(mesh: Any) -> Any:
         return results(model, dict(lst.prepare_batch(batch, mesh, config=model, gradients="sum")))
@@ -175,7 +175,7 @@ def test_compiled_and_recomputed_layers_count_as_layers_that_used_the_plan(how: 
     model = model_of("llama", "longspan")
     want = model(**planned()).loss
     if how == "checkpointing":
-        model.train().gradient_checkpointing_enable()
+        recompute(model.train())
     for i, layer in enumerate(model.model.layers):
         if how == "a layer's compile()":
             layer.compile(backend="aot_eager", fullgraph=True)

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from tests.integrations import parallel_decoder
 from tests.integrations.decoding_grid import decode, least_bytes, on_process
-from tests.integrations.tiny_models import FAMILIES, assert_equals_one_process, batch_of, model_of, on_rank, relative, results
+from tests.integrations.tiny_models import FAMILIES, assert_equals_one_process, batch_of, model_of, on_rank, recompute, relative, results
 
 pytestmark = pytest.mark.processes
 DECODED = 9  # tokens; 64 of all families by `python -m tests.integrations.decoding_grid`
@@ -66,7 +66,7 @@ def _ddp() -> tuple[Tensor, list[Tensor]]:
 
 def _transformers_recomputed() -> Any:
     model = model_of("gemma2", "longspan").train()
-    model.gradient_checkpointing_enable()
+    recompute(model)
     return on_rank(model, batch_of("plain"), dist.group.WORLD)
 
 

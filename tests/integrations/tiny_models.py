@@ -150,6 +150,20 @@ def on_rank(model: Any, batch: dict[str, Tensor], mesh: Any, **options: Any) -> 
     return loss, prepared["longspan_plan"].unshard(logits, 1), grads
 
 
+def recompute(model: Any) -> None:
+    """Enable transformers' activation checkpointing, by its name before or since 5.23."""
+    _checkpointing(model, "enable")()
+
+
+def keep_activations(model: Any) -> None:
+    """Disable it."""
+    _checkpointing(model, "disable")()
+
+
+def _checkpointing(model: Any, action: str) -> Any:
+    return getattr(model, f"activation_checkpointing_{action}", None) or getattr(model, f"gradient_checkpointing_{action}")
+
+
 def relative(got: Tensor, want: Tensor) -> float:
     got, want = got.detach(), want.detach()
     return float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))

@@ -31,6 +31,7 @@ from longspan.integrations._configs import (
     check_config,
     check_encoder,
     check_implementation,
+    chunks_by_position,
     default_positions,
     head_counts,
     is_masked_lm,
@@ -128,8 +129,15 @@ def prepare_batch(
     real = None if real is None or bool(real.all()) else real
     spans = [] if config is None else spans_of(config)
     plans = model_plans(
-        mask, length, roles.context, spans=spans, real_tokens=real, bidirectional=bidirectional, options=plan_options
-    )  # fmt: skip
+        mask,
+        length,
+        roles.context,
+        spans=spans,
+        real_tokens=real,
+        bidirectional=bidirectional,
+        options=plan_options,
+        chunk_origins=_chunk_origins(batch, positions),
+    )
     check_every_rank_has_tokens(plans, roles.context_size, length)
     plans.documents_from_positions = _documents_from_positions(batch, positions)
     plans.states_documents = any(batch.get(name) is not None for name in ("document_ids", "seq_idx", "cu_seq_lens_q"))
@@ -218,6 +226,19 @@ def _documents_from_positions(batch: Mapping[str, Any], positions: Tensor) -> bo
     """Whether several documents were derived from position_ids."""
     stated = any(batch.get(name) is not None for name in ("document_ids", "seq_idx", "attention_mask"))
     return not stated and batch.get("position_ids") is not None and bool(document_starts(positions)[:, 1:].any())
+
+
+def _chunk_origins(batch: Mapping[str, Any], positions: Tensor) -> Tensor | None:
+    """The place from which the chunks of each token are counted, int64 [B, S] on the CPU; None: its row's first real token.
+
+    transformers counts them by the positions of packed documents from 5.23 on, by places in the row before.
+    """
+    stated = any(batch.get(name) is not None for name in ("document_ids", "seq_idx"))
+    if batch.get("position_ids") is None or (batch.get("attention_mask") is not None and not stated):
+        return None
+    if not bool(document_starts(positions)[:, 1:].any()) or not chunks_by_position():
+        return None
+    return torch.arange(positions.shape[1]) - positions.cpu()
 
 
 def _mask(batch: Mapping[str, Any], positions: Tensor, *, bidirectional: bool) -> tuple[Mask, Tensor | None]:

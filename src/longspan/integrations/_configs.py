@@ -138,6 +138,15 @@ def _by_layer(config: Any, name: str) -> list[Any]:
     return [value for i, value in enumerate(values) if value not in values[:i]]
 
 
+def chunks_by_position() -> bool:
+    """Whether the installed transformers counts chunks by the positions of packed documents, as 5.23 and later do."""
+    try:
+        from transformers import masking_utils
+    except ImportError:
+        return True
+    return hasattr(masking_utils, "remap_positions_for_packed_sequence")
+
+
 def chunk_size(config: Any) -> int | None:
     """The chunk size of layers of type "chunked_attention"; None without such layers."""
     config = text_config(config)

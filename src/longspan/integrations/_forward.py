@@ -54,6 +54,15 @@ class Forward:
         self.cache_columns: dict[int, tuple[Any, int]] = {}
 
     @property
+    def place(self) -> tuple[Any, bool, bool]:
+        """Which part of the model runs: (mixer, in_decoder, in_encoder)."""
+        return self.mixer, self.in_decoder, self.in_encoder
+
+    @place.setter
+    def place(self, place: tuple[Any, bool, bool]) -> None:
+        self.mixer, self.in_decoder, self.in_encoder = place
+
+    @property
     def active_plan(self) -> Any:
         """The plan; None before the text decoder of a model whose inputs are whole; the encoder's plan in the layers of an encoder."""
         if getattr(self.plan, "whole_inputs", False) and not self.in_decoder:
@@ -84,7 +93,8 @@ def plan_in_context(module: nn.Module) -> Any:
         if getattr(module, "_longspan_plan_in_context", False):
             raise ValueError(
                 f"longspan: {described(module)} is recomputed outside of its model's forward, and the layer around it does not pass "
-                f"{PLAN_KEYWORD} on. Use model.gradient_checkpointing_enable() instead of another checkpoint function"
+                f"{PLAN_KEYWORD} on. Use model.activation_checkpointing_enable() (before transformers 5.23 "
+                "gradient_checkpointing_enable()) instead of another checkpoint function"
             )
         return None
     if forward.active_plan is not None:
@@ -127,16 +137,15 @@ class PlanKeepingCheckpoint:
         if forward is None:
             return self.function(run, *args, **kwargs)
 
-        in_decoder = forward.in_decoder
+        place = forward.place  # set by hooks of the layer, which run again with it before transformers 5.23, not since
 
         def run_within(*run_args: Any, **run_kwargs: Any) -> Any:
-            before = forward.mixer, forward.in_decoder
-            forward.in_decoder = in_decoder
+            before, forward.place = forward.place, place
             try:
                 with in_forward(forward):
                     return run(*run_args, **run_kwargs)
             finally:
-                forward.mixer, forward.in_decoder = before  # a recomputation may end early, inside of a mixer
+                forward.place = before  # a recomputation may end early, inside of a mixer
 
         return self.function(run_within, *args, **kwargs)
 

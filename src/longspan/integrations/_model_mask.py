@@ -15,6 +15,7 @@ from longspan._masks.constructors import mask_mod
 from longspan.integrations._configs import chunk_size
 
 PACKED = "packed_sequence_mask_function"
+_REMAPPED = "remap_positions_for_packed_sequence"  # of transformers 5.23: gives another mask function the positions of packed documents
 # transformers' mask functions that a plan takes over, by the name of the function that makes them.
 _PLANNED_MASKS = ("causal_mask_function", "sliding_window_overlay", PACKED, "chunked_overlay")
 _BIDIRECTIONAL_MASKS = ("bidirectional_mask_function", "sliding_window_bidirectional_overlay")
@@ -168,8 +169,11 @@ def mask_parts(mask_function: Callable[..., Any] | None) -> list[str]:
     """
     if mask_function is None:
         return []
-    parts = [c.cell_contents for c in getattr(mask_function, "__closure__", None) or () if isinstance(c.cell_contents, tuple)]
+    cells = [c.cell_contents for c in getattr(mask_function, "__closure__", None) or ()]
+    parts = [cell for cell in cells if isinstance(cell, tuple)]
     name = getattr(mask_function, "__qualname__", type(mask_function).__name__).split(".")[0]
     if name in ("and_masks", "or_masks") and len(parts) == 1:
         return [inner for part in parts[0] for inner in mask_parts(part)]
+    if name == _REMAPPED:
+        return [inner for part in cells if callable(part) for inner in mask_parts(part)]
     return [name]

@@ -33,6 +33,7 @@ class ModelPlans(PlanSet):
     documents_from_positions: whether documents were derived from position_ids. A model that would not do so on one process raises.
     position_rule: how tokens were numbered (`position_rule` of the config); None if the batch had position_ids.
     real_tokens: bool [B, S] on the CPU, False for padding; None without padding.
+    chunk_origins: int64 [B, S] on the CPU, the place from which a token's chunks are counted; None: its row's first real token.
     states_documents: whether the batch says by itself which document a token belongs to (document_ids, seq_idx, cu_seq_lens).
     bidirectional: whether tokens see later tokens too, as in encoders; labels are then not shifted.
     whole_inputs: whether the model is given the whole batch, of which its text decoder takes this rank's tokens (`_decoders`).
@@ -41,6 +42,7 @@ class ModelPlans(PlanSet):
     documents_from_positions: bool = False
     position_rule: str | None = None
     real_tokens: Tensor | None = None
+    chunk_origins: Tensor | None = None
     states_documents: bool = False
     bidirectional: bool = False
     whole_inputs: bool = False
@@ -85,7 +87,8 @@ class ModelPlans(PlanSet):
                 self._spans[span] = name
 
     def _over_same_layout(self, span: Span | None, heads: Mapping[str, int | None]) -> Plan:
-        return self._of_mask(within(self._mask, span, self.real_tokens, bidirectional=self.bidirectional), heads)
+        mask = within(self._mask, span, self.real_tokens, bidirectional=self.bidirectional, origins=self.chunk_origins)
+        return self._of_mask(mask, heads)
 
     def _of_mask(self, mask: Mask, heads: Mapping[str, int | None]) -> Plan:
         full = self._plans[FULL]
@@ -102,7 +105,9 @@ class ModelPlans(PlanSet):
 
     def _facts(self) -> dict[str, Any]:
         """What the plans say about their batch."""
-        names = ("documents_from_positions", "position_rule", "real_tokens", "states_documents", "bidirectional", "whole_inputs")
+        names = (
+            "documents_from_positions", "position_rule", "real_tokens", "chunk_origins", "states_documents", "bidirectional", "whole_inputs"
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -121,7 +126,10 @@ def span_name(span: Span, spans_before: Mapping[Span, str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Chunks(Mask):
-    """The mask by which tokens see their chunk of `size` tokens. `first`: int64 [B], where the first chunk of a row starts; None: at 0."""
+    """The mask by which tokens see their chunk of `size` tokens.
+
+    `first`: int64 [B] or [B, S], the place from which chunks of a row, or of each of its tokens, are counted; None: 0.
+    """
 
     size: int
     first: Tensor | None = None
@@ -130,7 +138,8 @@ class Chunks(Mask):
         if self.first is None:
             return q_idx // self.size == kv_idx // self.size
         first = self.first.to(q_idx.device) if q_idx.is_cuda else self.first
-        return (q_idx - first[b]) // self.size == (kv_idx - first[b]) // self.size
+        q_first, kv_first = (first[b], first[b]) if first.ndim == 1 else (first[b, q_idx], first[b, kv_idx])
+        return (q_idx - q_first) // self.size == (kv_idx - kv_first) // self.size
 
     @property
     def extent(self) -> Extent:
@@ -140,8 +149,10 @@ class Chunks(Mask):
         return f"chunks({self.size})"
 
 
-def within(mask: Mask, span: Span | None, real_tokens: Tensor | None, *, bidirectional: bool = False) -> Mask:
-    """The mask of layers with a window or chunks. Chunks start at a row's first real token, as in transformers.
+def within(
+    mask: Mask, span: Span | None, real_tokens: Tensor | None, *, bidirectional: bool = False, origins: Tensor | None = None
+) -> Mask:
+    """The mask of layers with a window or chunks. Chunks are counted from `origins`, or a row's first real token, as in transformers.
 
     A window of n tokens holds a token and the n - 1 before it; a bidirectional one, the n tokens before and the n after it too.
     """
@@ -150,6 +161,8 @@ def within(mask: Mask, span: Span | None, real_tokens: Tensor | None, *, bidirec
     kind, size = span
     if kind == SLIDING:
         return mask & (sliding_window(size + 1, size) if bidirectional else sliding_window(size))
+    if origins is not None:
+        return mask & Chunks(size, origins)
     padding = None if real_tokens is None else (real_tokens.cumsum(1) == 0).sum(1)
     return mask & Chunks(size, None if padding is None or not bool(padding.any()) else padding)
 
@@ -163,17 +176,18 @@ def model_plans(
     real_tokens: Tensor | None,
     bidirectional: bool,
     options: Mapping[str, Any],
+    chunk_origins: Tensor | None = None,
 ) -> ModelPlans:
     """Plans for layers of full attention and of each span, or those of a recent batch with equal masks. `options`: for `longspan.plan`."""
     names: dict[Span, str] = {}
     for span in spans:
         names[span] = span_name(span, names)
-    windows = {name: within(mask, span, real_tokens, bidirectional=bidirectional) for span, name in names.items()}
+    windows = {name: within(mask, span, real_tokens, bidirectional=bidirectional, origins=chunk_origins) for span, name in names.items()}
     masks = {FULL: mask, **windows}
     context = context_mesh(mesh)
     key = plans_key(masks, seq_len, context, options)
     plans = _recent.get(key, context, lambda: dict(plan(masks, seq_len, context, **options)))
     later_options = {name: value for name, value in options.items() if name not in ("layout", "strategy", "stages")}
     made = ModelPlans(plans, mask=mask, spans=names, options=later_options)
-    made.real_tokens, made.bidirectional = real_tokens, bidirectional
+    made.real_tokens, made.bidirectional, made.chunk_origins = real_tokens, bidirectional, chunk_origins
     return made

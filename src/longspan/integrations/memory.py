@@ -309,7 +309,9 @@ def long_context(
 
     model.set_attn_implementation(NAME)
     kept_on, inputs_on = (HostStore() if place == "host" else None for place in (_checked("keep", keep), _checked("inputs", inputs)))
-    model.gradient_checkpointing_enable()
+    # The latter's name before transformers 5.23, deprecated since.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
     for module in model.modules():
         # transformers has no public way to set the function itself, only keywords of torch's.
         if hasattr(module, "_gradient_checkpointing_func"):
@@ -384,6 +386,7 @@ def _check_checkpointing(model: nn.Module) -> None:
             continue
         if getattr(function, "func", None) is not _checkpoint:
             raise ValueError(
-                "memory.long_context: gradient_checkpointing_enable() was called after long_context: attention would be computed twice, "
-                "and keep= and inputs= would be lost. Leave gradient_checkpointing off in TrainingArguments, or call long_context last"
+                "memory.long_context: activation_checkpointing_enable() or gradient_checkpointing_enable() was called after long_context: "
+                "attention would be computed twice, and keep= and inputs= would be lost. Leave activation_checkpointing "
+                "(gradient_checkpointing) off in TrainingArguments, or call long_context last"
             )

@@ -62,8 +62,8 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        f"longspan.integrations.transformers needs transformers 5.22, with which it is tested ({error}): pip install 'longspan[hf]', or "
-        "'transformers<5.23' if a later one is installed"
+        f"longspan.integrations.transformers needs transformers 5.22 or 5.23, with which it is tested ({error}): pip install "
+        "'longspan[hf]', or 'transformers<5.24' if a later one is installed"
     ) from error
 
 from longspan.integrations._paged_attention import attend_paged  # imports transformers
