@@ -144,17 +144,24 @@ class DispatchModeOutsideOfDynamo(TorchDispatchMode):
 
 
 class TensorWithoutMemory(Tensor):
-    """A 0-dim CPU tensor without a value: operations on it need a dispatch mode, reads of its value raise."""
+    """A 0-dim CPU tensor without a value: operations on it need a dispatch mode, reads of its value and its address raise."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, dtype: torch.dtype) -> TensorWithoutMemory:
-        return torch.Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=torch.device("cpu"))  # type: ignore[no-any-return]
+        made: TensorWithoutMemory = torch.Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=torch.device("cpu"))
+        torch._C._set_throw_on_mutable_data_ptr(made)  # else `data_ptr()` would be 0
+        return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(f"{func}: expected a dispatch mode that records operations")
+
+
+def identity(tensor: Tensor) -> int:
+    """A number that no other tensor has while this one lives; `id` is the Python object's, to which `swap_tensors` gives another tensor."""
+    return tensor._cdata  # type: ignore[attr-defined,no-any-return]
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:

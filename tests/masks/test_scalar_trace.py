@@ -117,12 +117,32 @@ def test_the_gradient_is_that_of_torchs_tracer(name: str, monkeypatch: pytest.Mo
         lambda x, table: [GAIN.add_(x), x],
         lambda x, table: [F.logsigmoid(x)],
         lambda x, table: [x * 2 if x > 0 else x],
+        lambda x, table: [(x * 1).set_(y := x * 5), y.add_(1)],
+        lambda x, table: [z := x * 1, torch.ops.aten._unsafe_view(z, []).add_(1)],
+        lambda x, table: [x * torch.ops.aten.zeros([]).add_(2).tolist()],
+        lambda x, table: [x * (2 if x.data_ptr() else 3)],
     ],
 )
 def test_other_gradients_are_left_to_torchs_tracer(vjp: Any) -> None:
     before = GAIN.clone()
     assert scalar_vjp(vjp, [torch.zeros(()), torch.zeros(3)]) is None
     assert before == GAIN
+
+
+def test_swapped_tensors_keep_their_values() -> None:
+    def vjp(x: Any) -> Any:
+        z, y = x * 1, x * 7
+        torch.utils.swap_tensors(z, y)
+        return [z]
+
+    made = scalar_vjp(vjp, [torch.zeros(())])
+    output = next(n for n in made.graph.nodes if n.op == "output")
+    assert output.args[0][0].args[1] == 7
+
+
+def test_the_address_of_an_index_is_not_read() -> None:
+    with pytest.raises(ValueError, match="Cannot access data pointer"):
+        tracing.trace(lambda b, h, q, kv: (q >= kv) if q.data_ptr() else (q < kv), "mask")
 
 
 @pytest.mark.parametrize(

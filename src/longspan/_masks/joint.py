@@ -153,14 +153,14 @@ def _trace_vjp(forward: Graph, program: Program, reads: list[Node], sizes: dict[
 
     def example(node: Node) -> Tensor:
         size = sizes.get(node, ()) if node.op == "placeholder" else sizes[cast(Node, node.args[0])][len(_indices(node)) :]
-        return torch.empty(size, dtype=node.meta["val"].dtype)
+        return torch.ones(size, dtype=node.meta["val"].dtype)
 
     grad = torch.zeros((), dtype=program.result.meta["val"].dtype)
     examples = [grad, *(example(p) for p in program.placeholders), *(example(r) for r in reads)]
     if module := scalar_vjp(vjp, examples):
         return module
     module = fake_trace(vjp, *examples)
-    # Some backward formulas mutate tensors (clamp, maximum); programs may not, so functionalize.
+    # Some backward formulas mutate tensors (such as those of clamp and maximum); programs may not, so functionalize.
     return fake_trace(torch.func.functionalize(module), *examples)
 
 
