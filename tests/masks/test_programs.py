@@ -60,6 +60,31 @@ def test_mods_with_vector_operations_run_through_vmap() -> None:
     torch.testing.assert_close(traced.program(score, *indices(), *traced.captured()), expected)
 
 
+@pytest.mark.parametrize(
+    "fill", [nn.Parameter(torch.tensor(1.5)), torch.tensor(-2.5, dtype=torch.float64), torch.tensor(3), torch.tensor(float("-inf"))]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masked_fill_takes_a_value_in_a_tensor(fill: Tensor, dtype: torch.dtype) -> None:
+    """A captured one, or a result; masked_fill itself takes no value with dims."""
+    score = torch.randn(2, 3, 5, 7, dtype=dtype)
+    b, h, q, kv = indices()
+    for mod in (
+        lambda s, b, h, q, kv: s.masked_fill(q < kv, fill),
+        lambda s, b, h, q, kv: s.masked_fill(q < kv, s * 2 + fill),
+        lambda s, b, h, q, kv: s.masked_fill(s > 0, s),
+    ):
+        traced = trace(mod, "score", score_dtype=dtype)
+        want = _filled(mod, score)
+        got = traced.program(score, b, h, q, kv, *traced.captured())
+        assert got.dtype == dtype and torch.equal(got, want)
+
+
+def _filled(mod: Callable[..., Tensor], score: Tensor) -> Tensor:
+    """The mod of each pair by itself, as torch computes it of numbers."""
+    pairs = torch.cartesian_prod(*(torch.arange(n) for n in score.shape))
+    return torch.stack([mod(score[tuple(pair)], *pair) for pair in pairs]).view(score.shape)
+
+
 def test_equal_mods_have_equal_keys_whatever_tensors_they_captured() -> None:
     def make(size: float, ids: Tensor) -> Program:
         return trace(lambda b, h, q, kv: (q - kv < size) & (ids[q] == ids[kv]), "mask").program
@@ -77,6 +102,7 @@ def test_the_gradient_graph_equals_autograd() -> None:
         lambda s, b, h, q, kv: torch.where(q > kv, s * table[q].exp(), torch.minimum(s.clamp(min=-0.5), table[h])),
         lambda s, b, h, q, kv: torch.maximum(s, table[kv]) ** 2 + s.detach() * gain,
         lambda s, b, h, q, kv: table[h] * gain,
+        lambda s, b, h, q, kv: s.masked_fill(q > kv, gain) + s.masked_fill(s > 0, table[h]),
     ]
     for fn in fns:
         traced = trace(fn, "score", score_dtype=torch.float64)

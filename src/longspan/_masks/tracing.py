@@ -282,6 +282,9 @@ def _split(module: GraphModule, kind: Kind, name: str, score_dtype: torch.dtype)
         if node in used_constants:
             env[node] = graph.create_node("get_attr", f"constant_{used_constants.index(node)}")
             env[node].meta.update(constant=constants[node], val=constants[node])
+        elif node in depends and node.target is torch.ops.aten.masked_fill.Tensor:
+            env[node] = _filled(graph, *(env[cast(Node, a)] for a in node.args))
+            env[node].meta["val"] = node.meta["val"]
         elif node in depends and node.op == "call_function":
             env[node] = graph.node_copy(node, env.__getitem__)
         elif node.op == "output":
@@ -289,6 +292,15 @@ def _split(module: GraphModule, kind: Kind, name: str, score_dtype: torch.dtype)
     specs = tuple(CapturedSpec(dtype=c.meta["val"].dtype, ndim=c.meta["val"].ndim) for c in captured)
     program = Program(kind=kind, name=name, graph=graph, captured=specs, score_dtype=score_dtype)
     return Traced(program=program, sources=sources, preamble=preamble)
+
+
+def _filled(graph: Graph, x: Node, hidden: Node, value: Node) -> Node:
+    """A choice in place of `x.masked_fill(hidden, value)`, which takes no value with dims; programs run on tensors with dims."""
+    dtype = x.meta["val"].dtype
+    if value.meta["val"].dtype != dtype:
+        value = graph.call_function(torch.ops.aten._to_copy.default, (value,), {"dtype": dtype})
+        value.meta["val"] = torch.empty((), dtype=dtype, device="meta")
+    return graph.call_function(torch.ops.aten.where.self, (hidden, value, x))
 
 
 def _check_shapes(depends: set[Node], frontier: list[Node], module: GraphModule, kind: Kind, name: str) -> None:
