@@ -105,6 +105,46 @@ def test_integers_of_less_than_64_bits_wrap_as_in_torch(dtype: torch.dtype) -> N
     assert torch.equal(got, want.to(got.dtype))
 
 
+_INF, _NAN = float("inf"), float("nan")
+_SIZES = [0.0, 1e-30, 1e-10, 1e-6, 0.1, 0.4999, 0.5, 0.75, 1.0, 2.0, 4.0, 6.0, 9.0, 30.0, 39.0, 41.0, 60.0, 87.0, 88.5, 89.0, 1e5, 1e9, 2e9]
+_SIZES += [1e15, 2e19, 1e30, 3e38, _INF]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.erfc,
+        torch.asinh,
+        torch.acosh,
+        torch.sinh,
+        torch.cosh,
+        torch.hypot,
+        torch.logaddexp,
+        torch.logaddexp2,
+        lambda x, y: torch.lerp(x, y, 0.3),
+        lambda x, y: torch.lerp(x, y, 1.0),
+        lambda x, y: torch.lerp(torch.ones_like(x), torch.full_like(y, 3.0), x),
+    ],
+)
+def test_functions_of_small_and_large_numbers_match_torch(function: Callable[..., Tensor]) -> None:
+    """In size relative to the result: 1 − erf(x) is 0 for x = 4, and a square overflows from 2e19 on."""
+    numbers = torch.tensor([*_SIZES, *(-x for x in _SIZES), _NAN, *[3.0] * (63 - 2 * len(_SIZES))], device=DEVICE)
+    operands = 2 if function not in (torch.erfc, torch.asinh, torch.acosh, torch.sinh, torch.cosh) else 1
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return function(*(numbers[q], numbers[kv])[:operands]) + 0 * kv
+
+    got = _evaluate(mod)[0].double()
+    wide = numbers.double()
+    exact = function(*(wide[:, None], wide[None])[:operands]).expand(64, 64)
+    of_torch = function(*(numbers[:, None], numbers[None])[:operands]).expand(64, 64)
+    want = torch.where(of_torch.isfinite(), exact, of_torch.double())
+    budget = 1e-5 * want.abs() + 4 * (of_torch.double() - exact).abs().nan_to_num(0.0, 0.0, 0.0) + 1e-37
+    same = (got == want) | (got.isnan() & want.isnan()) | ((got - want).abs() <= budget)
+    wrong = [(numbers[i].item(), numbers[j].item(), got[i, j].item(), want[i, j].item()) for i, j in (~same).nonzero()[:5].tolist()]
+    assert not wrong
+
+
 def _wrong_operations(dtype: torch.dtype) -> list[int]:
     table = table_of(dtype, DEVICE, 64)
 
