@@ -11,7 +11,7 @@ WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 # and clearing new pages takes 3 % of the time.
 RUN_TESTS := OMP_NUM_THREADS=1 MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=1000000000 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help install demo kernels style test test-torches test-all test-faults fuzz mutants test-gpu campaign-gpu sanitize-gpu lint bench bench-gpu docs docs-serve clean
+.PHONY: help install demo kernels style test test-torches test-transformers test-all test-faults fuzz mutants test-gpu campaign-gpu sanitize-gpu lint bench bench-gpu docs docs-serve clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,6 +47,12 @@ test: style ## style, types and the test suite (a covering sample of the large g
 TORCHES ?= 2.11.0 2.12.0
 test-torches: ## a smoke test with other versions of torch, TORCHES; their environments are cached in ~/.cache/longspan-ci
 	PYTHON=$(PYTHON) .ci/torch_versions $(TORCHES)
+
+TRANSFORMERS ?= 5.23.0
+OTHER := build/transformers-$(TRANSFORMERS)
+test-transformers: install ## the tests of integrations with another transformers, TRANSFORMERS
+	test -d $(OTHER)/transformers || $(BIN)/python -m pip install --quiet --no-deps --target $(OTHER) transformers==$(TRANSFORMERS)
+	PYTHONPATH=$(OTHER) $(RUN_TESTS) tests/integrations
 
 test-all: lint ## the same with the whole grids
 	$(RUN_TESTS) --whole-grid

@@ -438,6 +438,19 @@ def main() -> None:
         PAGE.write_text(page({known: line for known, line in rows.items() if known in causal_lm_types()}))
 
 
+def for_installed_version(line: str) -> str | None:
+    """A line of a page, without the version for which it is; None if another one is installed.
+
+    Lines are for one version if the newest cannot construct the model.
+    """
+    import transformers
+
+    version = re.search(r"; with transformers (\S+)", line)
+    if version is None:
+        return line
+    return line.replace(version[0], "") if version[1] == transformers.__version__ else None
+
+
 def written_rows() -> dict[str, str]:
     """The lines of the page by model type."""
     lines = PAGE.read_text().partition(f"{_COLUMNS}\n")[2].splitlines()

@@ -7,7 +7,17 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tests.integrations.families import batch_of, causal_lm_types, on_ranks, reason_of, row, tiny_model, try_family, written_rows
+from tests.integrations.families import (
+    batch_of,
+    causal_lm_types,
+    for_installed_version,
+    on_ranks,
+    reason_of,
+    row,
+    tiny_model,
+    try_family,
+    written_rows,
+)
 from tests.integrations.family_cases import case_of
 
 SAMPLE = ("opt", "lfm2", "git")  # right but for packed position_ids; layers that are not attention; with an image
@@ -21,12 +31,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_the_page_has_the_family_as_it_is(family: str) -> None:
     if not case_of(causal_lm_types()[family]).is_possible:
         pytest.skip(f"needs {case_of(causal_lm_types()[family]).package}")
-    assert row(family, try_family(family)) == written_rows()[family]
+    line = for_installed_version(written_rows()[family])
+    if line is None:
+        pytest.skip("was tried with another transformers")
+    assert row(family, try_family(family)) == line
 
 
 def test_all_families_are_tested_and_none_is_silently_wrong() -> None:
     rows = written_rows()
-    assert rows.keys() == causal_lm_types().keys()
+    assert rows.keys() >= causal_lm_types().keys()  # the page may be of a later transformers
     assert not [line for line in rows.values() if "WRONG" in line or "not tested" in line]
 
 

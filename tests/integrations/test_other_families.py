@@ -44,12 +44,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_the_page_has_the_class_as_it_is(key: tuple[str, str]) -> None:
     if not case_of(classes()[key]).is_possible:
         pytest.skip(f"needs {case_of(classes()[key]).package}")
-    assert row(key, try_class(key)) == written_rows()[key]
+    line = families.for_installed_version(written_rows()[key])
+    if line is None:
+        pytest.skip("was tried with another transformers")
+    assert row(key, try_class(key)) == line
 
 
 def test_all_classes_are_tested_and_none_is_silently_wrong() -> None:
     rows = written_rows()
-    assert rows.keys() == classes().keys()
+    assert rows.keys() >= classes().keys()  # the page may be of a later transformers
     assert not [line for line in rows.values() if "WRONG" in line or "not tested" in line]
 
 
