@@ -15,7 +15,10 @@ _EXPRESSIONS = (
     "s.clamp(-{x}, {y})", "torch.lerp(s, s * s, 0.3)", "torch.addcmul(s, s, s, value=0.1)", "torch.addcmul(s, s, s)",
     "torch.add(s, s, alpha={x})", "torch.rsub(s, {x}, alpha={y})", "torch.sub({x}, s)", "torch.div(s, {y})", "s ** 2",
     "s.sigmoid() * {x}", "torch.where(s > 0, s, {x} * s)", "F.relu(s) - {x}", "torch.logaddexp(s, s * {x})", "torch.log1p(s.abs())",
-    "torch.maximum(s, 0.1 * s)", "torch.erf(s) * {y}", "torch.atan(s)",
+    "torch.maximum(s, 0.1 * s)", "torch.erf(s) * {y}", "torch.atan(s)", "torch.log(torch.erfc((s + {y}).clamp(max=8)))",
+    "torch.asinh(1e-4 * s) * 1e4", "torch.hypot(s, s - {x})", "torch.lerp(s, 0.5 * s, {x})",
+    "s.masked_fill(q < kv - 3, torch.tensor({x}))",
+    "torch.logaddexp(torch.where(q >= kv, s, -torch.inf), torch.where(q >= kv, {x} * s, -torch.inf))",
 )  # fmt: skip
 
 
