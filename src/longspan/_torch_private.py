@@ -160,7 +160,7 @@ class TensorWithoutMemory(Tensor):
 
 
 def identity(tensor: Tensor) -> int:
-    """A number that no other tensor has while this one lives; `id` is the Python object's, to which `swap_tensors` gives another tensor."""
+    """A number that no other tensor has while this one lives; `id` names the Python object, which holds another after `swap_tensors`."""
     return tensor._cdata  # type: ignore[attr-defined,no-any-return]
 
 

@@ -112,6 +112,8 @@ SCORES: dict[str, Mod] = {
     "addc": score(lambda s, q, kv: torch.addcmul(s, s, s, value=0.5) + torch.addcdiv(s, s, s + 2)),
     "decisive addc": score(lambda s, q, kv: torch.where(torch.addcdiv(s, s, s + 3, value=2) > 1, s, 0.0)),
     "lerp": score(lambda s, q, kv: torch.lerp(s, s * 2, 0.25) + torch.lerp(s, s * 2, s)),
+    "learned lerp": lambda s, b, h, q, kv: torch.lerp(s, REAL[h], REAL[kv % 6]) + torch.addcdiv(s, s, REAL[q % 6]) + torch.atanh(s),
+    "double numbers": lambda s, b, h, q, kv: s + (DOUBLE[q] * 0.1 < 0.3) + DOUBLE[kv].clamp(min=0.1) / 0.7,
     "alpha": score(lambda s, q, kv: torch.add(s, s, alpha=3) - torch.sub(s, 2 * s, alpha=0.5) + torch.rsub(s, 5) + (7 - q)),
     "rsub alpha": score(lambda s, q, kv: torch.rsub(s, s * 3, alpha=2)),
     "quotients": score(lambda s, q, kv: s / 3 + s / 8 + s / LINE[q] + 1 / s + s / 0.1 + q / 4 + q / 5),

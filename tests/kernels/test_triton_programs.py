@@ -105,6 +105,19 @@ def test_integers_of_less_than_64_bits_wrap_as_in_torch(dtype: torch.dtype) -> N
     assert torch.equal(got, want.to(got.dtype))
 
 
+def test_numbers_beside_float64_tables_are_float64() -> None:
+    """Triton takes 0.1 for a float32: `table < 0.1` was true where the table has 0.1."""
+    table = torch.tensor([0.1, 0.05, 0.3, -0.1, 1e-50, 1e300, 0.5, 0.2], dtype=torch.float64, device=DEVICE).repeat(8)
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        x, y = table[q], table[kv]
+        found = (x < 0.1).float() + 2 * (x == 0.1) + 4 * (x + 0.1 < 0.2) + 8 * (x.clamp(min=0.1) == y) + 16 * (x > -0.1)
+        return found + 32 * (torch.logaddexp(x, torch.full_like(x, 0.3)) > y) + 64 * (x == 1e-50) + 128 * (y * 0.3 > 0.3e300 - 1e285)
+
+    got, want = _evaluate(mod)
+    assert torch.equal(got, want)
+
+
 _INF, _NAN = float("inf"), float("nan")
 _SIZES = [0.0, 1e-30, 1e-10, 1e-6, 0.1, 0.4999, 0.5, 0.75, 1.0, 2.0, 4.0, 6.0, 9.0, 30.0, 39.0, 41.0, 60.0, 87.0, 88.5, 89.0, 1e5, 1e9, 2e9]
 _SIZES += [1e15, 2e19, 1e30, 3e38, _INF]

@@ -44,6 +44,9 @@ def test_literals_are_spelled_by_type() -> None:
     assert [spell(3, t) for t in ("int32", "int64", "float32", "float64", "bool")] == ["3", "3", "3.0", "3.0", "True"]
     assert [spell(True, t) for t in ("int32", "float32", "bool")] == ["1", "1.0", "True"] and spell(0.0, "bool") == "False"
     assert spell(-math.inf, "float32") == 'float("-inf")' and spell(math.nan, "float64") == 'float("nan")'
+    tenth = "tl.cast(tl.cast(4591870180066957722, tl.int64), tl.float64, bitcast=True)"
+    assert (spell(0.1, "float64"), spell(0.5, "float64"), spell(math.inf, "float64")) == (tenth, "0.5", 'float("inf")')
+    assert "bitcast" in spell(1e300, "float64") and "bitcast" in spell(-3.4028235677e38, "float64")  # rounds to more than float32 holds
     assert spell(-2.5, "int32") == "-2" and spell(0.1, "float32") == "0.1"
 
 

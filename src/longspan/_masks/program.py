@@ -35,7 +35,7 @@ POINTWISE = frozenset(
     eq ne lt le gt ge isnan isinf isfinite signbit logical_and logical_or logical_not logical_xor masked_fill
     bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__
     lerp addcmul addcdiv hypot logaddexp logaddexp2 copysign _to_copy clone detach alias lift_fresh_copy index
-    zeros_like ones_like full_like
+    zeros_like ones_like full_like empty_like fill
     """.split()
 )
 

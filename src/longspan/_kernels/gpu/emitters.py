@@ -56,8 +56,8 @@ _ROUNDED = {
     "rsqrt": "rsqrt_subnormal({0})",
     "exp2": "exp2_subnormal({0})",
 }
-# Forms for such nodes on GPUs: the functions of CUDA's libdevice, which torch's kernels call too. erf, asinh, acosh, hypot and powers have
-# no such form: Triton's versions differ from torch's in the last bits.
+# Forms for such nodes on GPUs: the functions of CUDA's libdevice, which torch's kernels call too. erf, erfc, asinh, acosh, hypot,
+# logaddexp, logaddexp2, lerp, gelu and powers have no such form: they differ from torch's in the last bits.
 _FROM_LIBRARY = {
     **{name: f"libdevice.{name}({{0}})" for name in ("exp", "log10", "cosh")},
     **{name: f"keep_subnormals({{0}}, libdevice.{name}({{0}}))" for name in "expm1 log1p sin tan sinh tanh atanh".split()},
@@ -118,7 +118,7 @@ def _form(e: Emitter, name: str, *, exact: bool) -> str:
 
 
 def _decides(e: Emitter, node: Node, type: str) -> bool:
-    """Whether a float32 value must equal torch's to the last bit. In float64 the hardware rounds as torch does."""
+    """Whether a float32 value must equal torch's to the last bit. In float64, quotients and roots are rounded as torch does."""
     return type == "float32" and node in e.decisive
 
 
@@ -419,10 +419,10 @@ def _copy(e: Emitter, node: Node, args: list[Any]) -> Value:
     return _apply(e, "{0}", [a], type, bound=a.bound)
 
 
-@emits("zeros_like", "ones_like", "full_like")
+@emits("zeros_like", "ones_like", "full_like", "empty_like", "fill")
 def _filled(e: Emitter, node: Node, args: list[Any]) -> Value:
     name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
-    number = {"zeros_like": 0, "ones_like": 1}.get(name)
+    number = {"zeros_like": 0, "ones_like": 1, "empty_like": 0}.get(name)
     return e.value(args[1].literal if number is None else float(number) if result_type(node) in FLOATS else number)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -88,8 +89,15 @@ def spell(value: Literal, type: str) -> str:
     """A literal in Triton source."""
     if type in FLOATS:
         number = float(value)
+        if type == "float64" and math.isfinite(number) and not _is_float32(number):  # Triton takes a number in its source for a float32
+            (bits,) = struct.unpack("<q", struct.pack("<d", number))
+            return f"tl.cast(tl.cast({bits}, tl.int64), tl.float64, bitcast=True)"
         return repr(number) if math.isfinite(number) else f'float("{number}")'
     return str(bool(value)) if type == "bool" else str(int(value))
+
+
+def _is_float32(number: float) -> bool:
+    return abs(number) <= torch.finfo(torch.float32).max and struct.unpack("f", struct.pack("f", number))[0] == number
 
 
 def constant(value: Literal) -> Value:
