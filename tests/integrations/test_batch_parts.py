@@ -260,7 +260,11 @@ def test_origins_of_chunks_are_of_packed_documents(monkeypatch: pytest.MonkeyPat
         origins = _batch._chunk_origins({"position_ids": restarts, **batch}, restarts)
         assert origins is not None and origins.tolist() == want
     assert _batch._chunk_origins({"position_ids": restarts, "attention_mask": real}, restarts) is None
-    assert _batch._chunk_origins({"document_ids": ids}, restarts) is None
+    for batch in ({"document_ids": ids}, {"cu_seq_lens_q": torch.tensor([0, 2, 5, 10])}, {"seq_idx": ids, "attention_mask": real}):
+        origins = _batch._chunk_origins(batch, on.expand(2, 5))
+        assert origins is not None and origins.tolist() == want
+    assert _batch._chunk_origins({"document_ids": torch.zeros_like(ids)}, on.expand(2, 5)) is None
+    assert _batch._chunk_origins({}, on) is None
     assert _batch._chunk_origins({"position_ids": on}, on) is None
     monkeypatch.setattr(_batch, "chunks_by_position", lambda: False)
     assert _batch._chunk_origins({"position_ids": restarts}, restarts) is None

@@ -200,7 +200,8 @@ def test_chunks_of_packed_documents_are_counted_as_on_one_process(layout: str) -
     """By places in the row before transformers 5.23, by positions of the documents since; the second row is one document."""
     restarts = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)])
     positions = torch.stack([restarts, torch.arange(LENGTH) + 3])
-    assert_ranks_equal_one(tiny_model("llama4_text", "longspan"), batch_of(2) | {"position_ids": positions}, 3, layout=layout)
+    model = tiny_model("llama4_text", "longspan")
+    assert_ranks_equal_one(model, batch_of(2) | {"position_ids": positions}, 3, layout=layout)
 
 
 def test_outputs_by_token_are_sharded_and_others_are_kept() -> None:

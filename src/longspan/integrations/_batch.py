@@ -229,16 +229,22 @@ def _documents_from_positions(batch: Mapping[str, Any], positions: Tensor) -> bo
 
 
 def _chunk_origins(batch: Mapping[str, Any], positions: Tensor) -> Tensor | None:
-    """The place from which the chunks of each token are counted, int64 [B, S] on the CPU; None: its row's first real token.
+    """The place from which the chunks of each token are counted, int64 [B, S] on the CPU; None: from its row's first real token.
 
-    transformers counts them by the positions of packed documents from 5.23 on, by places in the row before.
+    transformers 5.23 and later count them by the positions of packed documents, earlier versions by places in the row. Documents that are
+    stated without positions begin with a chunk, as those whose positions start again.
     """
-    stated = any(batch.get(name) is not None for name in ("document_ids", "seq_idx"))
-    if batch.get("position_ids") is None or (batch.get("attention_mask") is not None and not stated):
+    stated = any(batch.get(name) is not None for name in ("document_ids", "seq_idx", "cu_seq_lens_q"))
+    if (batch.get("attention_mask") is not None and not stated) or not chunks_by_position():
         return None
-    if not bool(document_starts(positions)[:, 1:].any()) or not chunks_by_position():
+    places = torch.arange(positions.shape[1])
+    if batch.get("position_ids") is not None:
+        return places - positions.cpu() if bool(document_starts(positions)[:, 1:].any()) else None
+    ids = _document_ids(batch, positions)
+    if ids is None or not bool(ids.diff(dim=1).any()):
         return None
-    return torch.arange(positions.shape[1]) - positions.cpu()
+    begins = torch.cat([torch.ones_like(ids[:, :1], dtype=torch.bool), ids.diff(dim=1) != 0], 1)
+    return torch.where(begins, places, 0).cummax(1).values
 
 
 def _mask(batch: Mapping[str, Any], positions: Tensor, *, bidirectional: bool) -> tuple[Mask, Tensor | None]:

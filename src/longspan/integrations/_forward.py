@@ -137,7 +137,7 @@ class PlanKeepingCheckpoint:
         if forward is None:
             return self.function(run, *args, **kwargs)
 
-        place = forward.place  # set by hooks of the layer, which run again with it before transformers 5.23, not since
+        place = forward.place  # Hooks of the layer set it. A recomputation runs them again before transformers 5.23, not since.
 
         def run_within(*run_args: Any, **run_kwargs: Any) -> Any:
             before, forward.place = forward.place, place

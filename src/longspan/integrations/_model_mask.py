@@ -15,7 +15,7 @@ from longspan._masks.constructors import mask_mod
 from longspan.integrations._configs import chunk_size
 
 PACKED = "packed_sequence_mask_function"
-_REMAPPED = "remap_positions_for_packed_sequence"  # of transformers 5.23: gives another mask function the positions of packed documents
+_REMAPPED = "remap_positions_for_packed_sequence"  # since transformers 5.23: calls another mask function with positions in packed documents
 # transformers' mask functions that a plan takes over, by the name of the function that makes them.
 _PLANNED_MASKS = ("causal_mask_function", "sliding_window_overlay", PACKED, "chunked_overlay")
 _BIDIRECTIONAL_MASKS = ("bidirectional_mask_function", "sliding_window_bidirectional_overlay")

@@ -309,7 +309,7 @@ def long_context(
 
     model.set_attn_implementation(NAME)
     kept_on, inputs_on = (HostStore() if place == "host" else None for place in (_checked("keep", keep), _checked("inputs", inputs)))
-    # The latter's name before transformers 5.23, deprecated since.
+    # gradient_checkpointing_enable is the name before transformers 5.23, deprecated since.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()
     for module in model.modules():
