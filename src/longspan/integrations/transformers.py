@@ -62,7 +62,7 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        f"longspan.integrations.transformers needs transformers 5.22 or 5.23, with which it is tested ({error}): pip install "
+        f"longspan.integrations.transformers needs transformers 5.22, with which it is tested ({error}), or 5.23: pip install "
         "'longspan[hf]', or 'transformers<5.24' if a later one is installed"
     ) from error
 
