@@ -160,7 +160,7 @@ class TensorWithoutMemory(Tensor):
 
 
 def identity(tensor: Tensor) -> int:
-    """A number that no other tensor has while this one lives; `id` names the Python object, which holds another after `swap_tensors`."""
+    """The address of a tensor's C++ object. `id` is that of the Python object, to which `swap_tensors` assigns another tensor."""
     return tensor._cdata  # type: ignore[attr-defined,no-any-return]
 
 

@@ -386,25 +386,6 @@ def test_outputs_that_long_context_does_not_return_raise(name: str, by_config: b
     assert len(own(**batch, output_hidden_states=True).hidden_states) == 3
 
 
-def test_another_checkpoint_function_after_long_context_raises() -> None:
-    from tests.integrations.tiny_models import keep_activations, recompute
-
-    def rank(mesh: Any) -> None:
-        model, batch = memory.long_context(tiny("Llama").train(), mesh), batch_of()
-        model(**batch)  # with a plan, checkpoint functions are wrapped
-        model(**batch)
-        keep_activations(model)
-        model(**batch)
-        recompute(model)
-        for training_batch in (batch, {"input_ids": batch["input_ids"]}):
-            with pytest.raises(ValueError, match=r"gradient_checkpointing_enable\(\) was called after long_context"):
-                model(**training_batch)
-        model.eval()(**batch)
-        memory.long_context(model.train(), mesh)(**batch)
-
-    virtual_world(1).run(rank)
-
-
 def test_recomputed_queries_are_free_after_the_backward_pass_of_attention() -> None:
     alive: list[bool] = []
     stored: list[StorageWeakRef] = []

@@ -12,11 +12,11 @@ import torch
 pytest.importorskip("transformers")
 
 from tests.integrations.families import tiny_model
-from tests.integrations.tiny_models import batch_of, model_of, recompute, relative, results
+from tests.integrations.tiny_models import batch_of, keep_activations, model_of, recompute, relative, results
 
 import longspan as ls
 import longspan.integrations.transformers as lst
-from longspan.integrations import _decoders
+from longspan.integrations import _decoders, memory
 from longspan.integrations._batch import document_starts
 from longspan.integrations._forward import Forward, current_forward, in_forward
 from longspan.integrations._plan_use import run_checked, searching
@@ -323,3 +323,20 @@ def test_the_rule_of_positions_is_noted_if_prepare_batch_made_them() -> None:
     positions = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
     for given, rule in ({}, "by place"), ({"position_ids": positions}, None):
         assert lst.prepare_batch({**batch, **given}, ls.Mesh.abstract(2))["longspan_plan"].position_rule == rule
+
+
+def test_another_checkpoint_function_after_long_context_raises() -> None:
+    def rank(mesh: Any) -> None:
+        model, batch = memory.long_context(model_of("llama").train(), mesh), batch_of("plain", 19)
+        model(**batch)  # with a plan, checkpoint functions are wrapped
+        model(**batch)
+        keep_activations(model)
+        model(**batch)
+        recompute(model)
+        for training_batch in (batch, {"input_ids": batch["input_ids"]}):
+            with pytest.raises(ValueError, match=r"gradient_checkpointing_enable\(\) was called after long_context"):
+                model(**training_batch)
+        model.eval()(**batch)
+        memory.long_context(model.train(), mesh)(**batch)
+
+    virtual_world(1).run(rank)

@@ -111,8 +111,8 @@ def test_numbers_beside_float64_tables_are_float64() -> None:
 
     def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         x, y = table[q], table[kv]
-        found = (x < 0.1).float() + 2 * (x == 0.1) + 4 * (x + 0.1 < 0.2) + 8 * (x.clamp(min=0.1) == y) + 16 * (x > -0.1)
-        return found + 32 * (torch.logaddexp(x, torch.full_like(x, 0.3)) > y) + 64 * (x == 1e-50) + 128 * (y * 0.3 > 0.3e300 - 1e285)
+        bits = (x < 0.1).float() + 2 * (x == 0.1) + 4 * (x + 0.1 < 0.2) + 8 * (x.clamp(min=0.1) == y) + 16 * (x > -0.1)
+        return bits + 32 * (torch.logaddexp(x, torch.full_like(x, 0.3)) > y) + 64 * (x == 1e-50) + 128 * (y * 0.3 > 0.3e300 - 1e285)
 
     got, want = _evaluate(mod)
     assert torch.equal(got, want)

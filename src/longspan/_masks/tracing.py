@@ -295,7 +295,7 @@ def _split(module: GraphModule, kind: Kind, name: str, score_dtype: torch.dtype)
 
 
 def _filled(graph: Graph, x: Node, hidden: Node, value: Node) -> Node:
-    """A choice in place of `x.masked_fill(hidden, value)`, which takes no value with dims; programs run on tensors with dims."""
+    """`where(hidden, value, x)` in place of `x.masked_fill(hidden, value)`, which takes 0-dim values only: programs run on tiles."""
     dtype = x.meta["val"].dtype
     if value.meta["val"].dtype != dtype:
         value = graph.call_function(torch.ops.aten._to_copy.default, (value,), {"dtype": dtype})

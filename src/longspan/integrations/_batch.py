@@ -231,8 +231,8 @@ def _documents_from_positions(batch: Mapping[str, Any], positions: Tensor) -> bo
 def _chunk_origins(batch: Mapping[str, Any], positions: Tensor) -> Tensor | None:
     """The place from which the chunks of each token are counted, int64 [B, S] on the CPU; None: from its row's first real token.
 
-    transformers 5.23 and later count them by the positions of packed documents, earlier versions by places in the row. Documents that are
-    stated without positions begin with a chunk, as those whose positions start again.
+    transformers 5.23 and later count them by the positions of packed documents, earlier versions by places in the row. Documents
+    given by ids or lengths alone count from their first token.
     """
     stated = any(batch.get(name) is not None for name in ("document_ids", "seq_idx", "cu_seq_lens_q"))
     if (batch.get("attention_mask") is not None and not stated) or not chunks_by_position():
@@ -243,7 +243,7 @@ def _chunk_origins(batch: Mapping[str, Any], positions: Tensor) -> Tensor | None
     ids = _document_ids(batch, positions)
     if ids is None or not bool(ids.diff(dim=1).any()):
         return None
-    begins = torch.cat([torch.ones_like(ids[:, :1], dtype=torch.bool), ids.diff(dim=1) != 0], 1)
+    begins = ids.diff(dim=1, prepend=ids[:, :1]) != 0  # the first document begins at 0
     return torch.where(begins, places, 0).cummax(1).values
 
 

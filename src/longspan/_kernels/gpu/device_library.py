@@ -129,7 +129,7 @@ def log1p(x):
 
 @triton.jit
 def cosh(x):
-    """The square of a root where exp would overflow before cosh does."""
+    """For large |x|, exp(|x| / 2)² / 2: exp(|x|) overflows before cosh(x) does."""
     root = tl.exp(0.5 * tl.abs(x))
     return tl.where(tl.abs(x) > 40.0, 0.5 * root * root, 0.5 * (tl.exp(x) + tl.exp(-x)))
 
@@ -142,7 +142,7 @@ def sinh(x):
 
 @triton.jit
 def asinh(x):
-    """Near 0 by log1p of a sum without cancellation, far from it by log(2x), whose argument has no square."""
+    """log1p for small |x|, where log would cancel; log(2|x|) for large |x|, whose square would overflow."""
     size = tl.abs(x)
     near = tl.minimum(size, 1e9, propagate_nan=tl.PropagateNan.ALL)
     near = log1p(near + near * near / (1.0 + tl.sqrt(near * near + 1.0)))
@@ -175,7 +175,7 @@ def erfc(x):
 
 @triton.jit
 def hypot(a, b):
-    """No square overflows or vanishes: the smaller size enters by its quotient with the larger one."""
+    """√(a² + b²), scaled by the larger magnitude: the squares neither overflow nor underflow."""
     a, b = alike(a, b)
     large, small = tl.maximum(tl.abs(a), tl.abs(b)), tl.minimum(tl.abs(a), tl.abs(b))
     quotient = small / tl.where(large == 0.0, 1.0, large)
@@ -185,7 +185,7 @@ def hypot(a, b):
 
 @triton.jit
 def logaddexp(a, b):
-    """log(exp(a) + exp(b)). Of two equal infinities, the difference would be NaN."""
+    """log(exp(a) + exp(b)). Equal operands are a case of their own: the difference of two infinities is NaN."""
     return tl.where(a == b, a + LN_2, tl.maximum(a, b) + log1p(tl.exp(-tl.abs(a - b))))
 
 
@@ -196,7 +196,7 @@ def logaddexp2(a, b):
 
 @triton.jit
 def lerp(start, end, weight):
-    """From start to end. A large weight counts from the end, so that 1 gives it exactly, as in torch."""
+    """start + weight · (end − start), for weights of 0.5 or more computed from end, as torch does: weight 1 gives end exactly."""
     span = end - start
     return tl.where(tl.abs(weight) < 0.5, start + weight * span, end - span * (1.0 - weight))
 
