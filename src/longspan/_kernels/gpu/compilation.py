@@ -4,8 +4,8 @@
 - Kernels may be compiled in threads (`compile_in_threads`). LLVM and the assembler run without Python's lock. Tracing holds it, so one
   kernel is traced at a time: two at once would both take twice as long.
 - Triton's key, a hash of its own 400 MB, takes up to 2 s per process. Kernels compiled here are found in Triton's cache by the sizes and
-  times of modification of these files, and the assembler's version, instead.
-- Not by an assembler that is known to be wrong (`assembler`).
+  times of modification of these files, and the versions of the assembler and of rewritten PTX, instead.
+- Not by an assembler that is known to be wrong (`assembler`), and, by Triton 3.9, from rewritten PTX (`wgmma_descriptors`).
 - Tracing creates a million Python objects. The garbage collector would search all of torch's objects for unreachable ones meanwhile.
 
 Private parts of Triton used here, 3.6 to 3.9. Without one of them, Triton compiles as it does by itself:
@@ -40,7 +40,7 @@ from triton import knobs
 from triton.runtime import cache as triton_cache
 from triton.runtime import driver
 
-from longspan._kernels.gpu import assembler
+from longspan._kernels.gpu import assembler, wgmma_descriptors
 
 Job = Callable[[], Any]
 _MAX_WAIT_S = 300.0  # for another process that compiles; then compile without the lock
@@ -49,7 +49,7 @@ _HEAD_START_S = 0.1  # of a traced kernel, until it is in code that runs without
 _tracing = threading.Lock()
 _collection_paused = threading.Event()
 _collected: ContextVar[list[Job] | None] = ContextVar("longspan_collected_compile_jobs", default=None)
-# Version of the assembler of the kernel that this thread compiles here; None while it compiles none.
+# Version of the assembler, and of rewritten PTX, of the kernel that this thread compiles here; None while it compiles none.
 _assembler: ContextVar[str | None] = ContextVar("longspan_assembler", default=None)
 _waiting: ContextVar[list[Job] | None] = ContextVar("longspan_waiting_compile_jobs", default=None)
 
@@ -110,7 +110,8 @@ def _compile_once(src: Any, target: Any = None, options: Any = None, **more: Any
 def right_assembler(target: Any) -> Iterator[None]:
     """Kernels that this thread compiles for the target in this context are longspan's: assembled without known faults."""
     assembler.use_right_assembler(_compiles_here)
-    token = _assembler.set(assembler.version(target))
+    wgmma_descriptors.use_rewritten(_compiles_here)
+    token = _assembler.set(f"{assembler.version(target)}{wgmma_descriptors.KEY if wgmma_descriptors.rewrites() else ''}")
     try:
         yield
     finally:

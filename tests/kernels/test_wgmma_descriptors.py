@@ -1,0 +1,152 @@
+"""Descriptors of wgmma in PTX: 64-bit sums that are equal to those that Triton writes, and only where that is known."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from longspan._kernels.gpu import compilation, wgmma_descriptors
+from longspan._kernels.gpu.wgmma_descriptors import rewritten
+
+UPPER = 0x40000040 << 32
+ADDRESS = 0x1_2340  # of a tile in shared memory
+
+
+def wgmma(*descriptors: str) -> str:
+    instruction = f"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%r90}}, {', '.join(descriptors)}, 1, 1, 1, 0, 0;"
+    return f"\t// begin inline asm\n\t{instruction}\n\t// end inline asm"
+
+
+def kernel(*lines: str) -> str:
+    return "\n".join(("\t.reg .b32 \t%r<99>;", "\t.reg .b64 \t%rd<99>;", f"\tmov.b32 \t%r1, {ADDRESS};", *lines, "\tret;"))
+
+
+def described(
+    descriptor: int, *, offset: int | None, low: int, bits: int = 14, operation: str = "add.s32", upper: int = UPPER
+) -> list[str]:
+    """Triton 3.9's lines for a descriptor %rd{descriptor} of the field %r2; temporary registers from number `low` on."""
+    lines = [f"\tbfe.u32 \t%r2, %r1, 4, {bits};"]
+    if offset is not None:
+        lines.append(f"\t{operation} \t%r{low}, %r2, {offset};")
+    source = "%r2" if offset is None else f"%r{low}"
+    return [*lines, f"\tcvt.u64.u32 \t%rd{low}, {source};", f"\tor.b64 \t%rd{descriptor}, %rd{low}, {upper};"]
+
+
+def read_descriptors(ptx: str) -> list[list[int]]:
+    """The values of the descriptors that each wgmma reads: the PTX, computed line by line."""
+    values: dict[str, int] = {}
+    read = []
+
+    def value(operand: str) -> int:
+        return values[operand] if operand.startswith("%") else int(operand)
+
+    for line in ptx.split("\n"):
+        if "wgmma.mma_async" in line:
+            read.append([values[register] for register in re.findall(r"%rd\d+", line)])
+        elif match := re.fullmatch(r"\t([a-z]+)\.[a-z]?(32|64)(?:\.u32)? \t(%\w+), (.*);", line):
+            name, bits, to, operands = match[1], int(match[2]), match[3], [value(o) for o in match[4].split(", ")]
+            result = {
+                "mov": lambda o: o[0], "cvt": lambda o: o[0], "add": sum, "or": lambda o: o[0] | o[-1],
+                "bfe": lambda o: o[0] >> o[1] & (1 << o[2]) - 1,
+            }[name](operands)  # fmt: skip
+            values[to] = result % 2**bits
+    return read
+
+
+@pytest.mark.parametrize("offset", [None, 0, 2, 1030, 67_109_760])
+@pytest.mark.parametrize("bits", [14, 15])
+def test_a_descriptor_is_one_sum_before_its_wgmma(offset: int | None, bits: int) -> None:
+    ptx = kernel(*described(20, offset=offset, low=10, bits=bits), *described(21, offset=6, low=11, bits=bits), wgmma("%rd20", "%rd21"))
+    changed = rewritten(ptx)
+    assert "or.b64" not in changed and changed.count("cvt.u64.u32") == 1 and ".reg .b64 \t%longspan<1>;" in changed
+    before = changed.split("\t// begin inline asm")[0].split("\n")
+    assert [line.split()[0] for line in before[-4:-1]] == ["cvt.u64.u32", "add.s64", "add.s64"]
+    assert read_descriptors(changed) == read_descriptors(ptx) == [[UPPER + (ADDRESS >> 4) % 2**bits + n for n in (offset or 0, 6)]]
+
+
+def test_lines_between_a_wgmma_and_its_start_stay() -> None:
+    asm = wgmma("%rd20").replace("\twgmma", "\t.loc\t7 102 14\n\twgmma")
+    changed = rewritten(kernel(*described(20, offset=2, low=10), asm))
+    assert "add.s64 \t%rd20, %longspan0" in changed and changed.index("add.s64") < changed.index("// begin inline asm")
+
+
+def test_two_wgmmas_of_a_block_share_a_descriptor() -> None:
+    ptx = kernel(*described(20, offset=2, low=10), wgmma("%rd20"), wgmma("%rd20"))
+    changed = rewritten(ptx)
+    assert changed.count("add.s64") == 1 and read_descriptors(changed) == read_descriptors(ptx)
+
+
+def test_an_or_is_a_sum_where_bits_do_not_overlap() -> None:
+    ptx = kernel(*described(20, offset=1 << 14, low=10, operation="or.b32"), wgmma("%rd20"))
+    assert "add.s64" in rewritten(ptx) and read_descriptors(rewritten(ptx)) == read_descriptors(ptx)
+
+
+OTHERS = {
+    "bits overlap": kernel(*described(20, offset=2, low=10, operation="or.b32"), wgmma("%rd20")),
+    "the sum may overflow": kernel(*described(20, offset=2**32 - 2, low=10), wgmma("%rd20")),
+    "the upper half has lower bits": kernel(*described(20, offset=2, low=10, upper=UPPER + 1), wgmma("%rd20")),
+    "another block reads it": kernel(*described(20, offset=2, low=10), "$L__BB0_1:", wgmma("%rd20")),
+    "also another block reads it": kernel(*described(20, offset=2, low=10), wgmma("%rd20"), "\t@%p1 bra \t$L__BB0_1;", wgmma("%rd20")),
+    "also another instruction reads it": kernel(*described(20, offset=2, low=10), wgmma("%rd20"), "\tst.global.b64 \t[%rd1], %rd20;"),
+    "also another instruction reads its half": kernel(*described(20, offset=2, low=10), wgmma("%rd20"), "\tst.global.b64 \t[%rd1], %rd10;"),
+    "no field of a number": kernel(
+        "\tadd.s32 \t%r10, %r1, 2;", "\tcvt.u64.u32 \t%rd10, %r10;", f"\tor.b64 \t%rd20, %rd10, {UPPER};", wgmma("%rd20")
+    ),
+    "it is computed after its wgmma": kernel(wgmma("%rd20"), *described(20, offset=2, low=10)),
+    "no wgmma": kernel(*described(20, offset=2, low=10)),
+    "two functions": kernel(*described(20, offset=2, low=10), wgmma("%rd20"), "\t.reg .b64 \t%rd<9>;"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_descriptors_stay(case: str) -> None:
+    assert rewritten(OTHERS[case]) == OTHERS[case]
+
+
+@pytest.mark.parametrize(
+    ("version", "rewrites"), [("3.6.0", False), ("3.8.1", False), ("3.9.0", True), ("3.10.0+git", True), ("4.0", True)]
+)
+def test_only_ptx_of_triton_3_9_and_later(version: str, rewrites: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wgmma_descriptors, "triton", SimpleNamespace(__version__=version))
+    assert wgmma_descriptors.rewrites() == rewrites
+
+
+def assembled(monkeypatch: pytest.MonkeyPatch, *, here: bool, refuses: str = "nothing") -> list[str]:
+    """What Triton's assembler is given, one after the other, for a kernel with a descriptor. It fails for PTX that contains `refuses`."""
+    given = []
+
+    class Backend:
+        def make_cubin(self, src: str, metadata: Any, opt: Any, capability: int) -> bytes:
+            given.append(src)
+            if refuses in src:
+                raise RuntimeError("ptxas fatal")
+            return b"code"
+
+    monkeypatch.setattr(wgmma_descriptors, "CUDABackend", Backend)
+    monkeypatch.setattr(wgmma_descriptors, "rewrites", lambda: True)
+    wgmma_descriptors.use_rewritten.__wrapped__(lambda: here)
+    assert Backend().make_cubin(kernel(*described(20, offset=2, low=10), wgmma("%rd20")), {}, None, 90) == b"code"
+    return given
+
+
+def test_only_kernels_of_this_package_are_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ["%longspan" in src for src in assembled(monkeypatch, here=True)] == [True]
+    assert ["%longspan" in src for src in assembled(monkeypatch, here=False)] == [False]
+
+
+def test_tritons_own_ptx_is_assembled_if_the_rewritten_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ["%longspan" in src for src in assembled(monkeypatch, here=True, refuses="%longspan")] == [True, False]
+
+
+def test_caches_tell_rewritten_code_from_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    for rewrites in (False, True):
+        monkeypatch.setattr(wgmma_descriptors, "rewrites", lambda rewrites=rewrites: rewrites)
+        with compilation.right_assembler(SimpleNamespace(backend="none", arch=90)):
+            keys.append(compilation._assembler.get())
+    assert keys == ["", wgmma_descriptors.KEY]
