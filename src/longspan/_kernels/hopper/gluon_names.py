@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -50,3 +51,9 @@ def reinterpret(buffer, dtype, shape, layout, _semantic=None):
     """A shared-memory buffer with another dtype, shape and layout."""
     method = buffer.reinterpret if hasattr(buffer, "reinterpret") else buffer._reinterpret
     return method(dtype, shape, layout, _semantic=_semantic)
+
+
+@builtin
+def sums_are_trees(_semantic=None):
+    """Whether `gl.sum` adds the elements of a thread in the order of a tree, as since Triton 3.8, or one after the other."""
+    return gl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 8))

@@ -15,7 +15,7 @@ from longspan._kernels.gpu.device_library import LOG2_E, bits_below
 from longspan._kernels.hopper.forward_producer import GROUP_ROWS
 from longspan._kernels.hopper.half_blocks import HALF, of_halves
 from longspan._kernels.hopper.masked_scores import masked_scores
-from longspan._kernels.hopper.running_max import NEVER_SEEN, by_lane, checked, followed, per_lane
+from longspan._kernels.hopper.running_max import NEVER_SEEN, by_lane, checked, followed, per_lane, summed
 
 
 @gluon.jit
@@ -96,7 +96,7 @@ def softmax_block(
         m = gl.maximum(m, gl.expand_dims(gl.max(top, 1) * factor, 1))
         base = m
     p = gl.exp2(s * factor - gl.expand_dims(base, 1))
-    sums, p = gl.sum(p, 1), p.to(DTYPE)
+    sums, p = summed(p), p.to(DTYPE)
     if CHECKED and FIRST:
         total = sums
     else:

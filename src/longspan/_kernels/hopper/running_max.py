@@ -24,6 +24,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from longspan._kernels.hopper.gluon_names import sums_are_trees
+
 NEVER_SEEN = gl.constexpr(-3.4028234663852886e38)  # running max of a row that has seen nothing: no finite score is below it
 _MAX_SUM = "0f44800000"  # 1,024: with a larger sum of a block's exponentials in one thread, `checked` raises the running max
 _MAX_GROWTH = "0f41000000"  # 8: if a block's max is higher by more, in base-2 logarithms, `followed` raises the running max
@@ -134,6 +136,23 @@ def _join(columns):
         high = gl.join(_join(columns[2 * QUARTER : 3 * QUARTER]), _join(columns[3 * QUARTER :]))
         x = gl.permute(gl.join(low, high), (0, 4, 3, 1, 2))
         return gl.reshape(x, [x.shape[0], COUNT, 8])
+
+
+@gluon.jit
+def summed(p):
+    """p [rows, 2ⁿ, 8] of `by_lane`, summed over dim 1 one column after the other.
+
+    A sum in the order of a tree needs all exponentials of a block at once: registers are spilled, and the tensor cores wait.
+    """
+    if sums_are_trees():
+        layout: gl.constexpr = gl.SliceLayout(1, p.type.layout)
+        columns = _columns(p)
+        sums = columns[0]
+        for i in gl.static_range(1, p.shape[1]):
+            sums += columns[i]
+        return gl.convert_layout(sums, layout)
+    else:
+        return gl.sum(p, 1)
 
 
 @gluon.jit
