@@ -171,13 +171,14 @@ def test_vectors_of_the_largest_norm_are_within_it() -> None:
     assert nonfinite.largest_norm(torch.float32, -0.25) == nonfinite.largest_norm(torch.float32, 1.0)
 
 
-def test_products_of_masked_matrices_with_infinities_and_nans_equal_sums_of_visible_terms() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_products_of_masked_matrices_with_infinities_and_nans_equal_sums_of_visible_terms(dtype: torch.dtype) -> None:
     """Each entry of x beside each factor of a, visible and hidden: 0 · inf is NaN where it is visible."""
     entries = [0.0, 2.0, torch.inf, -torch.inf, torch.nan]
-    a = torch.tensor([0.0, 3.0, -3.0]).repeat_interleave(2).repeat_interleave(2)[:, None].expand(12, 2).clone()
+    a = torch.tensor([0.0, 3.0, -3.0], dtype=dtype).repeat_interleave(2).repeat_interleave(2)[:, None].expand(12, 2).clone()
     seen = torch.tensor([[True, True], [True, False], [False, True], [False, False]]).repeat(3, 1)
     for first in entries:
         for second in entries:
-            x = torch.tensor([[first], [second]])
+            x = torch.tensor([[first], [second]], dtype=dtype)
             terms = torch.where(seen, a * x.mT, 0.0)
             torch.testing.assert_close(nonfinite.masked_product(torch.matmul, a, x, seen), terms.sum(1, keepdim=True), equal_nan=True)

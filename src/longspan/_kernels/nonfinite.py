@@ -66,5 +66,5 @@ def masked_product(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, x: Te
     minus = product(above, down) + product(below, up)
     undefined = product(seen, x.isnan().to(dtype)) + product(zero, up + down)
     for count, value in ((plus, torch.inf), (minus, -torch.inf), (undefined, torch.nan)):
-        out = out + torch.where(count > 0, value, 0.0)
+        out = out + torch.where(count > 0, value, 0.0).to(out.dtype)
     return out
