@@ -111,6 +111,29 @@ def test_a_captured_table_that_was_written_to_gets_a_new_plan() -> None:
         assert_close(outputs, want)
 
 
+@pytest.mark.parametrize("kind", ["mask_mod", "BlockMask"])
+def test_a_captured_tensor_may_have_earlier_values_again(kind: str) -> None:
+    whole, limits = qkv(LENGTH), (9, 30, 9, 30)
+    want = [ls.attention(*whole, mask=ls.prefix(limit)) for limit in (*limits, 9)]
+
+    def mask_of(limit: Tensor) -> Any:
+        visible = lambda b, h, q, kv: kv < limit[0]
+        return visible if kind == "mask_mod" else create_block_mask(visible, 1, None, LENGTH, LENGTH, device="cpu")
+
+    def rank(mesh: Any) -> list[Tensor]:
+        limit, other, out = torch.tensor([0]), torch.tensor([9]), []
+        with context_parallel(mesh, seq_len=LENGTH) as cp:
+            parts = [cp.shard(t, 2) for t in whole]
+            for n in limits:
+                limit.fill_(n)
+                out.append(cp.unshard(flex_attention(*parts, block_mask=mask_of(limit)), 2))
+            out.append(cp.unshard(flex_attention(*parts, block_mask=mask_of(other)), 2))
+        return out
+
+    for outputs in virtual_world(2).run(rank):
+        assert_close(outputs, want)
+
+
 def test_a_block_mask_whose_lists_were_emptied_masks_everything() -> None:
     whole = qkv(LENGTH)
     want = F.scaled_dot_product_attention(*whole, is_causal=True)

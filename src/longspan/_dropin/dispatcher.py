@@ -219,6 +219,7 @@ class AttentionDispatcher:
             made = plan(made_mask, lengths, self.mesh, layout=layout, strategy=self.strategy, batch=batch, heads=heads)
         except (ValueError, TypeError) as error:
             raise_on_all_ranks(self.mesh, error)
+        made.mask_sources = ()  # the key has the values that the plan holds; tensors may change, and have these values again
         while len(self._plans) >= MAX_PLANS:
             self._plans.pop(next(iter(self._plans)))
         self._plans[key] = made
