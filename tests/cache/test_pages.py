@@ -256,6 +256,8 @@ def test_tensors_that_do_not_fit_name_what_was_expected() -> None:
     shared = make(kv_heads=2, value_dim=3, shared_kv=True)
     shared.check_tensors(k, k[..., :3], 0)
     shared.check_tensors(k[:, :, :0], v[:, :, :0], 0)
+    one_head, vectors = make(kv_heads=1, value_dim=3, shared_kv=True), torch.randn(2, 1, 4, dtype=torch.float64)
+    one_head.check_tensors(vectors.view(2, 1, 1, 4), vectors[..., :3].view(2, 1, 1, 3), 0)  # strides differ in dims of one element
     for other in (v, k[..., 1:], k.flip(1)[..., :3]):
         with pytest.raises(ValueError, match=r"v: expected k\[..., :3\], a view of k"):
             shared.check_tensors(k, other, 0)

@@ -387,7 +387,7 @@ class KVCache(DeepCopied):
                 raise ValueError(
                     f"{name}: expected {self.kv_heads} KV heads of dim {dim} as the cache has, got {x.shape[1]} of dim {x.shape[3]}"
                 )
-        if self.shared_kv and k.numel() and (v.data_ptr() != k.data_ptr() or v.stride() != k.stride()):
+        if self.shared_kv and k.numel() and not _starts_in(v, k):
             raise ValueError(f"v: expected k[..., :{self.value_dim}], a view of k, as the cache has shared_kv, got another tensor")
         return layer
 
@@ -425,3 +425,9 @@ class KVCache(DeepCopied):
         self._table = table
         self.table_version += 1
         self._free_rows += range(new_rows - 1, old_rows - 1, -1)
+
+
+def _starts_in(v: Tensor, k: Tensor) -> bool:
+    """Whether v is the beginning of every key: the same memory, with the strides of k in dims of more than one element."""
+    strides = zip(v.shape, v.stride(), k.stride(), strict=True)
+    return v.data_ptr() == k.data_ptr() and all(size == 1 or own == other for size, own, other in strides)
