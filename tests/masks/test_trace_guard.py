@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
 import pickle
 import weakref
@@ -158,6 +159,18 @@ def test_equal_numbers_of_other_kinds_are_noticed(first: Any, second: Any) -> No
     cache, table = TraceCache(), torch.ones(4)
     for factor in (first, first, second, first):
         check(cache, capturing(table, factor))
+
+
+def test_changed_builtins_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = TraceCache()
+    mods = [lambda s, b, h, q, kv: s * FACTOR_OF_BUILTINS, lambda s, b, h, q, kv: abs(s)]  # type: ignore[name-defined] # noqa: F821
+    monkeypatch.setattr(builtins, "FACTOR_OF_BUILTINS", 2.0, raising=False)
+    for mod in mods * 3:
+        check(cache, mod)
+    monkeypatch.setattr(builtins, "FACTOR_OF_BUILTINS", 3.0)
+    monkeypatch.setattr(builtins, "abs", lambda x: x + 1)
+    for mod in mods * 2:
+        check(cache, mod)
 
 
 def test_a_list_that_is_modified_in_place_is_noticed() -> None:

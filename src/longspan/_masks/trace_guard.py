@@ -10,6 +10,7 @@ functions and objects that hold tensors.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import types
 import weakref
@@ -44,6 +45,12 @@ def metadata(tensor: Tensor) -> Metadata:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
+def _named(globals_: dict[str, Any], name: str) -> Any:
+    """What a global name of a function means: a global of its module, or else a builtin."""
+    value = globals_.get(name, MISSING)
+    return vars(builtins).get(name, MISSING) if value is MISSING else value
+
+
 class Reads:
     """Values that a walk read: closure cells and globals of functions, attributes of objects, dicts of objects and of classes."""
 
@@ -69,7 +76,7 @@ class Reads:
             return
         try:
             cells = [(i, self._expected(cell.cell_contents)) for i, cell in enumerate(fn.__closure__ or ())]
-            names = [(name, self._expected(fn.__globals__.get(name, MISSING))) for name in global_names]
+            names = [(name, self._expected(_named(fn.__globals__, name))) for name in global_names]
         except Unguarded:
             self.guardable = False
             return
@@ -135,7 +142,7 @@ class Guard:
                 if not _holds(closure[i].cell_contents, expected, tensors_read):
                     return None
             for name, expected in names:
-                if not _holds(globals_.get(name, MISSING), expected, tensors_read):
+                if not _holds(_named(globals_, name), expected, tensors_read):
                     return None
         for ref, kind, table, name, expected in self._dicts:
             holder = ref()
