@@ -49,11 +49,17 @@ def calls_of(row: Any) -> dict[str, Any]:
 
 def one_process(texts: list[str], repeat: int) -> None:
     """Print this process's times as JSON. repeat = 0: only compile."""
+    import torch
     import triton
     from bench.peer_problems import ROWS
     from bench.timing import as_called_ms, device_ms
+    from triton.backends.compiler import GPUTarget
+
+    from longspan._kernels.gpu import assembler
 
     rows = [row for row in ROWS if any(text in str(row) for text in texts or [""])]
+    if not rows:
+        raise SystemExit(f"--row: expected part of one of {', '.join(map(str, ROWS))}, got {texts}")
     times: Times = {}
     if repeat == 0:
         with ThreadPoolExecutor(_COMPILING) as threads:
@@ -63,7 +69,8 @@ def one_process(texts: list[str], repeat: int) -> None:
         for clock, measure in zip(CLOCKS, (device_ms, as_called_ms), strict=True):
             of_row.update({f"{step} {clock}": ms for step, ms in measure(calls, repeat=repeat).items()})
         times[str(row)] = of_row
-    print(json.dumps({"triton": triton.__version__, "times": times}))
+    versions = {"triton": triton.__version__, "ptxas": assembler.version(GPUTarget("cuda", 90, 32)), "torch": torch.__version__}
+    print(json.dumps({"versions": versions, "times": times}))
 
 
 def run(other: str, cache: str, options: argparse.Namespace, *, repeat: int) -> dict[str, Any]:
@@ -106,19 +113,20 @@ def main() -> None:
     versions = ["", options.other]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as both:
         caches = [str(Path(folder, str(i))) for i in range(2)]
-        names = [r["triton"] for r in both.map(lambda i: run(versions[i], caches[i], options, repeat=0), range(2))]
+        known = [r["versions"] for r in both.map(lambda i: run(versions[i], caches[i], options, repeat=0), range(2))]
         times: list[list[Times]] = [[], []]
-        for _ in range(options.processes):
-            for i in range(2):
+        for turn in range(options.processes):
+            for i in (turn % 2, 1 - turn % 2):
                 times[i].append(run(versions[i], caches[i], options, repeat=options.repeat)["times"])
     result = speeds(*times)
     source = "where the package has them, its own" if options.package else "compiled by each"
-    print(f"bench tritons, speed with Triton {names[1]} over that with {names[0]}, kernels {source}, {datetime.date.today()}")
+    names = [f"Triton {v['triton']} (ptxas {v['ptxas']})" for v in known]
+    print(f"bench tritons, speed with {names[1]} over that with {names[0]}, kernels {source}, {datetime.date.today()}")
     print(f"{'':36s}" + "".join(f"{f'{step} {clock}':>22s}" for step in PASSES for clock in CLOCKS))
     for row, of_row in result.items():
         print(f"{row:36s}" + "".join(f"{of_row[f'{step} {clock}']:22.3f}" for step in PASSES for clock in CLOCKS))
     if options.json:
-        print(json.dumps({"this": names[0], "other": names[1], "package": options.package, "speed": result}))
+        print(json.dumps({"this": known[0], "other": known[1], "package": options.package, "speed": result, "ms": times}))
     return None
 
 

@@ -1,9 +1,11 @@
-"""PTX of Triton 3.9 and later, rewritten before it is assembled: each wgmma descriptor is one 64-bit sum right before its wgmma.
+"""PTX of Triton 3.9 and later, rewritten before it is assembled: a wgmma descriptor is one 64-bit sum right before its wgmma.
 
 Triton 3.9 computes the lower half of every descriptor by a sum of its own, far ahead of the wgmma. The assembler keeps all of them in
 registers and moves two to a pair before each wgmma. Until 3.8, Triton writes what is written here. `docs/deep-dives/hopper.md` has times.
 
-Descriptors that are not as expected here stay as they are, and so does PTX that the assembler refuses after the change.
+Descriptors that are not as expected here stay as they are: those that are computed outside the loop of their wgmmas and, where Triton
+writes line information, those with a label of it before their wgmma (to rewrite these too was not measured). PTX that the assembler
+refuses after the change is assembled as Triton wrote it. Triton's cache keeps its own PTX, not the rewritten one.
 
 Private parts of Triton used here: `CUDABackend.make_cubin`, whose first argument is PTX as LLVM prints it.
 """
@@ -12,18 +14,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import triton
-from triton.backends.nvidia.compiler import CUDABackend
+from triton.backends.nvidia import compiler as nvidia_compiler
+from triton.runtime.errors import PTXASError
 
-KEY = "descriptors1"  # of caches: to be changed with what this module writes
+KEY = "descriptors2"  # of caches: to be changed with what this module writes
 _FIRST_VERSION = (3, 9)
 
 _REGISTER = re.compile(r"%[a-z]+\d+")
 _FIELD = re.compile(r"\tbfe\.u32 \t(%r\d+), %r\d+, \d+, (\d+);")  # so many bits of a number
 _SUM = re.compile(r"\t(add\.s32|or\.b32) \t(%r\d+), (%r\d+), (\d+);")
+_DESTINATION = re.compile(r"\t(?:@!?%p\d+ )?[a-z][\w.:]* +\t?(\{[^}]*\}|[^,;]*)")  # of an instruction
 _WIDER = re.compile(r"\tcvt\.u64\.u32 \t(%rd\d+), (%r\d+);")
 _DESCRIPTOR = re.compile(r"\tor\.b64 \t(%rd\d+), (%rd\d+), (\d+);")
 _ENDS_BLOCK = re.compile(r"\t(@!?%p\d+ )?(bra|brx|ret|exit|trap)\b")
@@ -38,28 +43,28 @@ def rewrites() -> bool:
 @cache
 def use_rewritten(compiles_here: Callable[[], bool]) -> None:
     """Let Triton assemble rewritten PTX for kernels that are compiled while `compiles_here()` is true."""
-    make = getattr(CUDABackend, "make_cubin", None)
+    backend = getattr(nvidia_compiler, "CUDABackend", None)
+    make = getattr(backend, "make_cubin", None)
     if make is None or not rewrites():
         return
 
     def make_cubin(self: Any, src: str, *args: Any, **kwargs: Any) -> Any:
-        changed = rewritten(src) if compiles_here() else src
-        if changed != src:
-            try:
-                return make(self, changed, *args, **kwargs)
-            except Exception:
-                pass
+        if compiles_here():
+            with suppress(PTXASError):
+                return make(self, rewritten(src), *args, **kwargs)
         return make(self, src, *args, **kwargs)
 
-    CUDABackend.make_cubin = make_cubin
+    backend.make_cubin = make_cubin  # type: ignore[union-attr]
 
 
 def rewritten(ptx: str) -> str:
     """PTX that computes the same, with descriptors as 64-bit sums right before the first wgmma that reads them.
 
-    Only descriptors that are computed as ((field + offset) | upper half), whose sum cannot overflow its 32 bits, and that are read by
-    wgmmas of their own basic block alone.
+    Only descriptors that are computed as ((field + offset) | upper half), whose sum cannot overflow its 32 bits, in the basic block of all
+    wgmmas that read them, from registers that are written once.
     """
+    if len(re.findall(r"^(?:\.visible |\.weak )*\.(?:entry|func) ", ptx, re.MULTILINE)) > 1:
+        return ptx
     lines = ptx.split("\n")
     blocks, block = [], 0
     for line in lines:
@@ -70,8 +75,9 @@ def rewritten(ptx: str) -> str:
     for i, line in enumerate(lines):
         for register in set(_REGISTER.findall(line)):
             where.setdefault(register, []).append(i)
-    fields = {m[1]: int(m[2]) for m in map(_FIELD.fullmatch, lines) if m}
-    sums = {m[2]: (m[1], m[3], int(m[4])) for m in map(_SUM.fullmatch, lines) if m}
+    fields = {m[1]: (int(m[2]), i) for i, m in enumerate(map(_FIELD.fullmatch, lines)) if m}
+    fields = {register: field for register, field in fields.items() if _written_once(register, [lines[i] for i in where[register]])}
+    sums = {m[2]: (m[1], m[3], int(m[4]), i) for i, m in enumerate(map(_SUM.fullmatch, lines)) if m}
     wider = {m[1]: (m[2], i) for i, m in enumerate(map(_WIDER.fullmatch, lines)) if m}
     removed: set[int] = set()
     inserted: dict[int, list[tuple[str, str, int]]] = {}  # before a line: (descriptor, its field, what is added)
@@ -80,22 +86,26 @@ def rewritten(ptx: str) -> str:
             continue
         descriptor, wide, upper = m[1], m[2], int(m[3])
         low, wide_at = wider[wide]
-        operation, field, offset = ("add.s32", low, 0) if low in fields else sums.get(low, ("", "", 0))
-        if field not in fields:
+        if low in fields:
+            operation, field, offset, sum_at = "add.s32", low, 0, wide_at
+        else:
+            operation, field, offset, sum_at = sums.get(low, ("", "", 0, 0))
+        if field not in fields or where[wide] != [wide_at, at] or (field != low and where[low] != [sum_at, wide_at]):
             continue
-        end = 1 << fields[field]
+        bits, field_at = fields[field]
+        end = 1 << bits
         fits = upper % 2**32 == 0 and offset + end <= 2**32 and (operation == "add.s32" or offset % end == 0)
         readers = [i for i in where[descriptor] if i != at]
         by_wgmma = bool(readers) and all("wgmma.mma_async" in lines[i] for i in readers)
-        if not fits or not by_wgmma or where[wide] != [wide_at, at] or {blocks[i] for i in readers} != {blocks[at]}:
+        one_block = len({blocks[i] for i in (sum_at, wide_at, at, *readers)}) == 1
+        if not fits or not by_wgmma or not one_block or (blocks[field_at] == blocks[at] and field_at > sum_at):
             continue
         first = min(readers)
-        while "begin inline asm" not in lines[first]:
+        while first > at and "begin inline asm" not in lines[first]:
             first -= 1
-        if first < at:
-            continue
-        removed |= {at, wide_at}
-        inserted.setdefault(first, []).append((descriptor, field, upper + offset))
+        if first > at:
+            removed |= {at, wide_at}
+            inserted.setdefault(first, []).append((descriptor, field, upper + offset))
     names: dict[tuple[int, str], str] = {}  # 64-bit registers of fields, by basic block
     result = []
     for i, line in enumerate(lines):
@@ -109,3 +119,9 @@ def rewritten(ptx: str) -> str:
             result.append(line)
     changed, functions = _DECLARATION.subn(rf"\1\n\t.reg .b64 \t%longspan<{len(names)}>;", "\n".join(result))
     return changed if names and functions == 1 else ptx
+
+
+def _written_once(register: str, lines: list[str]) -> bool:
+    """Whether one of the lines that have a register writes to it. What is no instruction, such as inline assembly, may write to it."""
+    matches = [_DESTINATION.match(line) for line in lines]
+    return all(matches) and sum(register in _REGISTER.findall(match[1]) for match in matches if match) == 1
