@@ -99,7 +99,7 @@ def test_plans_have_the_batch_and_heads_on_which_mask_and_layout_depend(
     monkeypatch: pytest.MonkeyPatch, per_batch: bool, per_head: bool, layout: Layout, batch: int | None, heads: int | None
 ) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(module, "plan", lambda mask, lengths, mesh, **options: made.append(options) or object())
+    monkeypatch.setattr(module, "plan", lambda mask, lengths, mesh, **options: made.append(options) or SimpleNamespace())
     dispatcher = AttentionDispatcher(ls.Mesh.abstract(2), layout="contiguous")
     mask, first = request(per_batch, per_head), agreed(torch.zeros(2, 3, 4, 5), layout)
     plan = dispatcher.plan(mask, first)
@@ -111,7 +111,7 @@ def test_plans_have_the_batch_and_heads_on_which_mask_and_layout_depend(
 
 def test_layouts_of_which_one_has_rows_per_batch_get_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(module, "plan", lambda mask, lengths, mesh, **options: made.append(options) or object())
+    monkeypatch.setattr(module, "plan", lambda mask, lengths, mesh, **options: made.append(options) or SimpleNamespace())
     dispatcher = AttentionDispatcher(ls.Mesh.abstract(2), layout="contiguous")
     for layouts in ((ONE, TWO), (TWO, ONE)):
         dispatcher.plan(request(), agreed(torch.zeros(2, 3, 4, 5), *layouts))
@@ -133,7 +133,7 @@ def test_a_plan_that_cannot_be_made_raises_on_all_ranks(monkeypatch: pytest.Monk
 
 
 def test_the_last_64_plans_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "plan", lambda *args, **options: object())
+    monkeypatch.setattr(module, "plan", lambda *args, **options: SimpleNamespace())
     dispatcher = AttentionDispatcher(ls.Mesh.abstract(2), layout="contiguous")
     calls = [agreed(torch.zeros(n, 3, 4, 5), ONE) for n in range(65)]
     made = [dispatcher.plan(request(per_batch=True), call) for call in calls]
