@@ -3,9 +3,9 @@
     PYTHONPATH=src:. python bench/tritons.py --other FOLDER [--row TEXT …] [--processes N] [--repeat N] [--package] [--json]
 
 Needs a Hopper GPU. FOLDER has another Triton: `pip install --target FOLDER --no-deps triton==VERSION`. Rows are those of
-bench/peer_problems.py whose names contain one of the TEXTs. Both versions compile all kernels before any time is taken, each in a cache of
-its own; with --package, they take those that the package has. Times of the first call are left out. `device`: launches are queued behind a
-pause. `as called`: one eager call on an idle device. Speeds are those of the other Triton over this one, medians of all processes.
+bench/peer_problems.py whose names contain one of the TEXTs. Both versions compile all kernels before the first measurement, with separate
+compile caches; with --package, both use the precompiled kernels of the package. First calls are not timed. `device`: launches are enqueued
+behind a pause. `as called`: one eager call on an idle device. Speed: the other Triton relative to this one, medians over processes.
 """
 
 from __future__ import annotations

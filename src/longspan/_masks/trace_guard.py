@@ -45,10 +45,10 @@ def metadata(tensor: Tensor) -> Metadata:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
-def _named(globals_: dict[str, Any], name: str) -> Any:
-    """What a global name of a function means: a global of its module, or else a builtin."""
-    value = globals_.get(name, MISSING)
-    return vars(builtins).get(name, MISSING) if value is MISSING else value
+def global_or_builtin(fn: types.FunctionType, name: str, default: Any) -> Any:
+    """The value that a function's code loads for a global name; `default` if neither its module nor `builtins` has it."""
+    value = fn.__globals__.get(name, MISSING)
+    return vars(builtins).get(name, default) if value is MISSING else value
 
 
 class Reads:
@@ -76,7 +76,7 @@ class Reads:
             return
         try:
             cells = [(i, self._expected(cell.cell_contents)) for i, cell in enumerate(fn.__closure__ or ())]
-            names = [(name, self._expected(_named(fn.__globals__, name))) for name in global_names]
+            names = [(name, self._expected(global_or_builtin(fn, name, MISSING))) for name in global_names]
         except Unguarded:
             self.guardable = False
             return
@@ -137,12 +137,12 @@ class Guard:
                 return None
             if function.__defaults__ is not defaults and not _same_defaults(function.__defaults__, defaults):
                 return None
-            closure, globals_ = function.__closure__ or (), function.__globals__
+            closure = function.__closure__ or ()
             for i, expected in cells:
                 if not _holds(closure[i].cell_contents, expected, tensors_read):
                     return None
             for name, expected in names:
-                if not _holds(_named(globals_, name), expected, tensors_read):
+                if not _holds(global_or_builtin(function, name, MISSING), expected, tensors_read):
                     return None
         for ref, kind, table, name, expected in self._dicts:
             holder = ref()

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longspan._masks.trace_guard import Guard, Reads, guard_of, has_attributes
+from longspan._masks.trace_guard import Guard, Reads, global_or_builtin, guard_of, has_attributes
 
 _IMMUTABLE = frozenset({bool, int, str, bytes, range, type(None), type(Ellipsis), torch.dtype, torch.device, torch.Size})
 _BUILTINS = "abs all any bool divmod enumerate float int isinstance len list max min pow range reversed round slice sum tuple zip"
@@ -204,7 +204,7 @@ class _Walk:
         values: list[Hashable] = [self.identity(fn.__code__), self.value(fn.__defaults__), self.value(fn.__kwdefaults__)]
         values += [self.value(cell.cell_contents) for cell in fn.__closure__ or ()]
         for name in names.globals:
-            values.append(self.value(fn.__globals__[name] if name in fn.__globals__ else getattr(builtins, name, None)))
+            values.append(self.value(global_or_builtin(fn, name, None)))
         self.reads.function(fn, names.globals)
         return tuple(values)
 

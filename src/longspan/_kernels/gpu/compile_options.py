@@ -1,7 +1,10 @@
-"""Compile options that all kernels share."""
+"""Compile options that all kernels share, and Triton's version, on which some depend."""
 
 from __future__ import annotations
 
+from functools import cache
+
+import triton
 from triton import knobs
 
 # Scores, exponents and sums are written for fused multiply-adds. Triton 3.9 warns if the option is not given; from 3.10 on, it is off by
@@ -12,3 +15,9 @@ FUSED = {"enable_fp_fusion": True}
 # on Hopper too, where backward kernels then spill 100 to 300 bytes more: with a soft cap they take a third more time. Level 4 is what ptxas
 # does unless told; ptxas 12 gives the same code at both levels. Options of the environment come last and win.
 REGISTERS = {"ptx_options": f"--regAllocOptLevel=4 {knobs.nvidia.ptxas_options or ''}".strip()}
+
+
+@cache
+def triton_version() -> tuple[int, ...]:
+    """The installed Triton's major and minor version."""
+    return tuple(int(n) for n in triton.__version__.split(".")[:2])

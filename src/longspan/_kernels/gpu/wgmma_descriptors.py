@@ -1,11 +1,11 @@
-"""PTX of Triton 3.9 and later, rewritten before it is assembled: a wgmma descriptor is one 64-bit sum right before its wgmma.
+"""A PTX pass for Triton 3.9 and later: computes each wgmma descriptor by one 64-bit addition right before its wgmma.
 
-Triton 3.9 computes the lower half of every descriptor by a sum of its own, far ahead of the wgmma. The assembler keeps all of them in
-registers and moves two to a pair before each wgmma. Until 3.8, Triton writes what is written here. `docs/deep-dives/hopper.md` has times.
+Triton 3.9 computes the lower 32 bits of each descriptor by a separate 32-bit addition, far ahead of the wgmma. ptxas keeps all of them in
+uniform registers and needs two moves before each wgmma. Triton 3.6 to 3.8 emit the 64-bit addition. `docs/deep-dives/hopper.md` has times.
 
-Descriptors that are not as expected here stay as they are: those that are computed outside the loop of their wgmmas and, where Triton
-writes line information, those with a label of it before their wgmma (to rewrite these too was not measured). PTX that the assembler
-refuses after the change is assembled as Triton wrote it. Triton's cache keeps its own PTX, not the rewritten one.
+The pass leaves a descriptor unchanged if it is computed outside the basic block of its wgmmas. With line information, Triton's debug labels
+end basic blocks here, so that about half of the descriptors stay unchanged; rewriting these too was not measured. If ptxas rejects the
+rewritten PTX, Triton's own PTX is assembled. Triton's cache stores its own PTX beside the code that was assembled from the rewritten one.
 
 Private parts of Triton used here: `CUDABackend.make_cubin`, whose first argument is PTX as LLVM prints it.
 """
@@ -18,9 +18,10 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-import triton
 from triton.backends.nvidia import compiler as nvidia_compiler
 from triton.runtime.errors import PTXASError
+
+from longspan._kernels.gpu.compile_options import triton_version
 
 KEY = "descriptors2"  # of caches: to be changed with what this module writes
 _FIRST_VERSION = (3, 9)
@@ -37,7 +38,7 @@ _DECLARATION = re.compile(r"(\t\.reg \.b64 \t%rd<\d+>;)")
 
 def rewrites() -> bool:
     """Whether PTX of this Triton is rewritten."""
-    return tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2]) >= _FIRST_VERSION
+    return triton_version() >= _FIRST_VERSION
 
 
 @cache
@@ -58,10 +59,10 @@ def use_rewritten(compiles_here: Callable[[], bool]) -> None:
 
 
 def rewritten(ptx: str) -> str:
-    """PTX that computes the same, with descriptors as 64-bit sums right before the first wgmma that reads them.
+    """The kernel's PTX with descriptors computed by 64-bit additions right before the first wgmma that reads them.
 
-    Only descriptors that are computed as ((field + offset) | upper half), whose sum cannot overflow its 32 bits, in the basic block of all
-    wgmmas that read them, from registers that are written once.
+    Rewrites descriptors of the form (field + offset) | upper half, if the 32-bit addition cannot overflow, all wgmmas that read them are in
+    the same basic block, and each register involved has one definition.
     """
     if len(re.findall(r"^(?:\.visible |\.weak )*\.(?:entry|func) ", ptx, re.MULTILINE)) > 1:
         return ptx
@@ -80,7 +81,7 @@ def rewritten(ptx: str) -> str:
     sums = {m[2]: (m[1], m[3], int(m[4]), i) for i, m in enumerate(map(_SUM.fullmatch, lines)) if m}
     wider = {m[1]: (m[2], i) for i, m in enumerate(map(_WIDER.fullmatch, lines)) if m}
     removed: set[int] = set()
-    inserted: dict[int, list[tuple[str, str, int]]] = {}  # before a line: (descriptor, its field, what is added)
+    inserted: dict[int, list[tuple[str, str, int]]] = {}  # by line before which to insert: (descriptor register, field register, addend)
     for at, m in enumerate(map(_DESCRIPTOR.fullmatch, lines)):
         if m is None or m[2] not in wider:
             continue
@@ -122,6 +123,6 @@ def rewritten(ptx: str) -> str:
 
 
 def _written_once(register: str, lines: list[str]) -> bool:
-    """Whether one of the lines that have a register writes to it. What is no instruction, such as inline assembly, may write to it."""
+    """Whether exactly one of the lines that mention a register defines it. Inline assembly counts as a possible further definition."""
     matches = [_DESTINATION.match(line) for line in lines]
     return all(matches) and sum(register in _REGISTER.findall(match[1]) for match in matches if match) == 1

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 from longspan._kernels.gpu import launch, limits
 from longspan._kernels.gpu.buffers import empty_grads, empty_out, empty_state, prefill, usable, zero_uncovered
 from longspan._kernels.gpu.chosen_keys import adds_grads
+from longspan._kernels.gpu.compile_options import triton_version
 from longspan._kernels.gpu.determinism import check_order
 from longspan._kernels.gpu.device import capability
 from longspan._kernels.gpu.interpreter import interpreted
@@ -51,11 +50,6 @@ TESTED_TRITON = ((3, 6), (3, 7), (3, 9))  # of torch 2.11, of 2.12 and 2.13, and
 # Block of the table of the mask besides a selection of single keys, of which only the program is read. As for all blocks below 128,
 # score mods are not supported.
 _GATHERED = (64, 64)
-
-
-@cache
-def triton_version() -> tuple[int, ...]:
-    return tuple(int(n) for n in triton.__version__.split(".")[:2])
 
 
 def unsupported_triton() -> str | None:
