@@ -81,6 +81,9 @@ def test_lines_between_a_wgmma_and_its_start_stay() -> None:
     assert "add.s64 \t%rd20, %longspan0" in changed and changed.index("add.s64") < changed.index("// begin inline asm")
 
 
+DESCRIBED = described(20, offset=2, low=10)
+
+
 def test_two_wgmmas_of_a_block_share_a_descriptor() -> None:
     ptx = kernel(*described(20, offset=2, low=10), wgmma("%rd20"), wgmma("%rd20"))
     changed = rewritten(ptx)
@@ -99,12 +102,16 @@ def test_a_field_of_a_loop_may_be_written_before_its_descriptors() -> None:
     assert "add.s64" in rewritten(kernel(*lines)) and read_descriptors(rewritten(kernel(*lines))) == read_descriptors(kernel(*lines))
 
 
+def test_labels_of_line_information_do_not_end_a_block() -> None:
+    ptx = kernel(DESCRIBED[0], "$L__tmp17:", *DESCRIBED[1:], "$L__tmp18:", wgmma("%rd20"))
+    assert "add.s64" in rewritten(ptx) and read_descriptors(rewritten(ptx)) == read_descriptors(ptx)
+
+
 def test_an_or_is_a_sum_where_bits_do_not_overlap() -> None:
     ptx = kernel(*described(20, offset=1 << 14, low=10, operation="or.b32"), wgmma("%rd20"))
     assert "add.s64" in rewritten(ptx) and read_descriptors(rewritten(ptx)) == read_descriptors(ptx)
 
 
-DESCRIBED = described(20, offset=2, low=10)
 OTHERS = {
     "bits overlap": kernel(*described(20, offset=2, low=10, operation="or.b32"), wgmma("%rd20")),
     "some bits overlap": kernel(*described(20, offset=3 << 13, low=10, operation="or.b32"), wgmma("%rd20")),

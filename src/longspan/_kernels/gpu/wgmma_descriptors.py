@@ -3,9 +3,8 @@
 Triton 3.9 computes the lower 32 bits of each descriptor by a separate 32-bit addition, far ahead of the wgmma. ptxas keeps all of them in
 uniform registers and needs two moves before each wgmma. Triton 3.6 to 3.8 emit the 64-bit addition. `docs/deep-dives/hopper.md` has times.
 
-The pass leaves a descriptor unchanged if it is computed outside the basic block of its wgmmas. With line information, Triton's debug labels
-end basic blocks here, so that about half of the descriptors stay unchanged; rewriting these too was not measured. If ptxas rejects the
-rewritten PTX, Triton's own PTX is assembled. Triton's cache stores its own PTX beside the code that was assembled from the rewritten one.
+The pass leaves a descriptor unchanged if it is computed outside the basic block of its wgmmas. If ptxas rejects the rewritten PTX, Triton's
+own PTX is assembled. Triton's cache stores its own PTX beside the code that was assembled from the rewritten one.
 
 Private parts of Triton used here: `CUDABackend.make_cubin`, whose first argument is PTX as LLVM prints it.
 """
@@ -23,7 +22,7 @@ from triton.runtime.errors import PTXASError
 
 from longspan._kernels.gpu.compile_options import triton_version
 
-KEY = "descriptors2"  # of caches: to be changed with what this module writes
+KEY = "descriptors3"  # of caches: to be changed with what this module writes
 _FIRST_VERSION = (3, 9)
 
 _REGISTER = re.compile(r"%[a-z]+\d+")
@@ -32,6 +31,7 @@ _SUM = re.compile(r"\t(add\.s32|or\.b32) \t(%r\d+), (%r\d+), (\d+);")
 _DESTINATION = re.compile(r"\t(?:@!?%p\d+ )?[a-z][\w.:]* +\t?(\{[^}]*\}|[^,;]*)")  # of an instruction
 _WIDER = re.compile(r"\tcvt\.u64\.u32 \t(%rd\d+), (%r\d+);")
 _DESCRIPTOR = re.compile(r"\tor\.b64 \t(%rd\d+), (%rd\d+), (\d+);")
+_STARTS_BLOCK = re.compile(r"\$L(?!__tmp\d+:)")  # a label, but not one of line information, to which nothing jumps
 _ENDS_BLOCK = re.compile(r"\t(@!?%p\d+ )?(bra|brx|ret|exit|trap)\b")
 _DECLARATION = re.compile(r"(\t\.reg \.b64 \t%rd<\d+>;)")
 
@@ -69,7 +69,7 @@ def rewritten(ptx: str) -> str:
     lines = ptx.split("\n")
     blocks, block = [], 0
     for line in lines:
-        block += line.startswith("$L")
+        block += _STARTS_BLOCK.match(line) is not None
         blocks.append(block)
         block += _ENDS_BLOCK.match(line) is not None
     where: dict[str, list[int]] = {}  # lines that have a register
