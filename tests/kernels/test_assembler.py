@@ -23,14 +23,14 @@ def tool(version: str) -> Any:
 @pytest.fixture(autouse=True)
 def no_choice_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    monkeypatch.delenv("TRITON_PTXAS_BLACKWELL_PATH", raising=False)
 
 
-def given(monkeypatch: pytest.MonkeyPatch, own: str, blackwell: str | None, driver: int) -> None:
-    """Triton with these two assemblers, and a driver of this version of CUDA."""
+def given(monkeypatch: pytest.MonkeyPatch, own: str, blackwell: str | None, driver: int, ptxas: str | None = None) -> None:
+    """Triton with this choice of assembler and these two, and a driver of this version of CUDA."""
+    both = {"ptxas_blackwell": blackwell, "ptxas": ptxas}
     monkeypatch.setattr(assembler.nvidia_compiler, "get_ptxas", lambda arch: tool(own))
-    monkeypatch.setattr(
-        assembler, "knobs", SimpleNamespace(nvidia=SimpleNamespace(**({"ptxas_blackwell": tool(blackwell)} if blackwell else {})))
-    )
+    monkeypatch.setattr(assembler, "knobs", SimpleNamespace(nvidia=SimpleNamespace(**{name: tool(v) for name, v in both.items() if v})))
     monkeypatch.setattr(assembler, "_driver_major", lambda: driver)
 
 
@@ -48,10 +48,32 @@ def test_the_first_assembler_without_the_fault_that_the_driver_supports(
     assert assembler.version(TARGET) == taken
 
 
+@pytest.mark.parametrize(
+    ("own", "ptxas", "arch", "taken"),
+    [
+        ("13.4", "12.9", 90, "12.9"), ("13.3", "13.1", 90, "13.1"), ("13.1", "12.9", 90, "13.1"), ("13.4", "12.8", 90, "13.4"),
+        ("13.5", "13.4", 90, "13.5"), ("13.4", None, 90, "13.4"), ("13.4", "12.9", 100, "13.4"), ("13.4", "12.9", 120, "13.4"),
+    ],
+)  # fmt: skip
+def test_hopper_gets_the_assembler_that_spills_less(
+    own: str, ptxas: str | None, arch: int, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given(monkeypatch, own, own, 13, ptxas)
+    assert assembler.version(SimpleNamespace(backend="cuda", arch=arch)) == taken
+    assembler.use_right_assembler.__wrapped__(lambda: True)
+    assert assembler.nvidia_compiler.get_ptxas(arch).version == taken
+
+
 def test_the_users_assembler_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, "12.8", "12.9", 12)
+    monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", "/opt/ptxas")
+    assert assembler.version(TARGET) == "12.9"
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/opt/ptxas")
     assert assembler.version(TARGET) == "12.8"
+    given(monkeypatch, "13.4", "13.4", 13, "12.9")
+    assert assembler.version(TARGET) == "13.4"
+    monkeypatch.delenv("TRITON_PTXAS_BLACKWELL_PATH")
+    assert assembler.version(TARGET) == "12.9"
 
 
 def test_triton_kernels_are_optimized_less_if_there_is_no_other_assembler(monkeypatch: pytest.MonkeyPatch) -> None:

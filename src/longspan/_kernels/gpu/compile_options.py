@@ -11,9 +11,10 @@ from triton import knobs
 # default.
 FUSED = {"enable_fp_fusion": True}
 
-# From Triton 3.7 on, ptxas is told to allocate registers at level 2, against a fault of ptxas 13.1 on Blackwell. Triton 3.9 takes ptxas 13
-# on Hopper too, where backward kernels then spill 100 to 300 bytes more: with a soft cap they take a third more time. Level 4 is what ptxas
-# does unless told; ptxas 12 gives the same code at both levels. Options of the environment come last and win.
+# From Triton 3.7 on, ptxas is told to allocate registers at level 2, against a fault of ptxas 13.1 on Blackwell. With ptxas 13, backward
+# kernels on Hopper then spill 100 to 300 bytes more: with a soft cap they take a third more time. Level 4 is what ptxas does unless told;
+# ptxas 12, which is taken where Triton has it (`assembler`), gives the same code at both levels. Options of the environment come last and
+# win.
 REGISTERS = {"ptx_options": f"--regAllocOptLevel=4 {knobs.nvidia.ptxas_options or ''}".strip()}
 
 
