@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import longspan as ls
+from longspan._kernels.paged import in_8_bits
 from longspan._kernels.protocol import state_dtype
 from longspan.testing import oracle
 
@@ -113,9 +114,15 @@ class Case:
         self.shared = rng.random() < 0.25
         if self.shared:  # latent vectors of MLA: values are the first elements of keys
             self.dims = (self.dims[1] + rng.choice([0, 16, 32] if self.few_kernels else [0, 8, 16]), self.dims[1])
+        self.scales: tuple[float, float] | None = None  # of pages in 8 bits
+        kind = random.Random(f"8 bits, {seed // group}")
+        if not self.shared and kind.random() < 0.3:
+            self.scales = kind.choice([0.0625, 0.01, 0.3]), kind.choice([0.0625, 0.02, 1.0])
+        k_scale, v_scale = self.scales or (1.0, 1.0)
         self.cache = ls.KVCache(
             pages=-(-self.longest // self.page_size) * 6 + 8, page_size=self.page_size, layers=self.layers, kv_heads=self.kv_heads,
-            head_dim=self.dims[0], value_dim=self.dims[1], shared_kv=self.shared, window=window, dtype=self.dtype, device=device, mesh=mesh,
+            head_dim=self.dims[0], value_dim=self.dims[1], shared_kv=self.shared, window=window, device=device, mesh=mesh,
+            dtype=torch.float8_e4m3fn if self.scales else self.dtype, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
         self.score_mod = SCORES[self.score_name](rng, self.heads, self.longest, device)
         self.sink = torch.randn(self.heads, generator=self.generator).to(device) if rng.random() < 0.3 else None
@@ -194,7 +201,10 @@ class Case:
             for index, (sequence_id, count, start) in enumerate(zip(ids, counts, starts)):
                 part = partial(_part, index=index if batched else None, span=slice(offset, offset + count))
                 old_k, old_v = self.models[sequence_id].layers[layer]
-                new = torch.cat([old_k, part(k)], 1), torch.cat([old_v, part(v)], 1)
+                held = part(k), part(v)
+                if self.scales:
+                    held = tuple(in_8_bits(x, scale).double() * scale for x, scale in zip(held, self.scales))
+                new = torch.cat([old_k, held[0]], 1), torch.cat([old_v, held[1]], 1)
                 self.models[sequence_id].layers[layer] = new
                 if count:
                     self.compare(part(q), new, (part(out), part(lse)), index, start)

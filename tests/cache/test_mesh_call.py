@@ -36,7 +36,17 @@ def test_kv_is_passed_where_it_is_fewer_bytes(length: int, count: int, shared: b
     call = SimpleNamespace(
         q=torch.zeros(1, 4, 7, 16).bfloat16(), heads=4, dim=24, wide=torch.float32, work=paged_work(window=window),
         step=SimpleNamespace(ranges=SimpleNamespace(lengths=(9, length), starts=(8, length - count), counts=(1, count))),
-        pages=SimpleNamespace(k=torch.zeros(3, 2, 8, 16), shared=shared),
+        pages=SimpleNamespace(k=torch.zeros(3, 2, 8, 16).bfloat16(), shared=shared),
+    )  # fmt: skip
+    assert _MeshCall._kv_is_fewer_bytes(call, 1) is fewer  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("length", "fewer"), [(10, False), (9, True)])
+def test_kv_of_8_bits_is_half_the_bytes(length: int, fewer: bool) -> None:
+    call = SimpleNamespace(
+        q=torch.zeros(1, 4, 7, 16).bfloat16(), heads=4, dim=24, wide=torch.float32, work=paged_work(),
+        step=SimpleNamespace(ranges=SimpleNamespace(lengths=(9, length), starts=(8, length - 2), counts=(1, 2))),
+        pages=SimpleNamespace(k=torch.zeros(3, 2, 8, 16).to(torch.float8_e4m3fn), shared=False),
     )  # fmt: skip
     assert _MeshCall._kv_is_fewer_bytes(call, 1) is fewer  # type: ignore[arg-type]
 
@@ -76,6 +86,7 @@ def test_ranks_compare_every_property_of_the_call() -> None:
     assert first == second
     assert first | {"mask": "", "ranks that hold the first pages": ""} == {
         "cache (page_size, layers, kv_heads, head_dim, value_dim, window, shared_kv, dtype)": "(4, 3, 2, 16, 16, 9, False, torch.float32)",
+        "k_scale and v_scale of the cache": "None",
         "ranks that hold the first pages": "", "layer": "2", "sequences": "(0, 1)", "starts": "(0, 0)", "lengths": "(2, 3)", "mask": "",
         "score_mod": "score", "scale": "0.25", "queries": "(1, 4, 5, 16) torch.float32", "return_lse": "True", "kernel": "cpu",
         "sink": "(4,) torch.float16", "captured tensors": "[((5,), torch.int32), ((2, 3), torch.float32)]",

@@ -471,7 +471,7 @@ def test_a_small_batch_has_the_bits_of_a_large_one(sink: bool, monkeypatch: pyte
     ((768, 512), True, None), ((769, 512), True, "shared KV of 512 and 257"), ((600, 513), True, "shared KV of 513 and 87"),
 ], ids=str)  # fmt: skip
 def test_head_dims_up_to_256_and_shared_ones_up_to_512_are_supported(dims: tuple[int, int], shared: bool, says: str | None) -> None:
-    work: Any = SimpleNamespace(mask=None, mask_captured=(), score=None, score_captured=())
+    work: Any = SimpleNamespace(mask=None, mask_captured=(), score=None, score_captured=(), scales=None)
     reason = decode_call.unsupported_reason(torch.empty(2, 4, 1, dims[0]), dims, work, sequences=2, longest=100, shared=shared)
     assert reason is None if says is None else reason is not None and says in reason
     assert "dtype" in str(

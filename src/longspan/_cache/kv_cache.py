@@ -27,7 +27,7 @@ from longspan._cache.sequence import CachedSequence
 from longspan._cache.step import CacheStep
 from longspan._comm.agreement import raising_on_all_ranks
 from longspan._comm.mesh import context_mesh
-from longspan._kernels.paged import PagedKV, QueryRanges, SpreadPages, query_ranges
+from longspan._kernels.paged import EIGHT_BITS, PagedKV, QueryRanges, SpreadPages, indexable, query_ranges
 from longspan._torch_modes import default_modes
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -50,7 +50,10 @@ class KVCache(DeepCopied):
             v = k[..., :value_dim] then.
         window: No token sees further back than the last `window` tokens, itself included: pages before are given back. A mask that
             reaches further raises.
-        dtype: Of keys and values; torch's default dtype if None.
+        dtype: Of keys and values; torch's default dtype if None. With `torch.float8_e4m3fn`, a token takes a byte per element: pages hold
+            k / k_scale and v / v_scale, rounded to 8 bits, of q, k and v in another dtype. Elements beyond ±448 scales become ±448 scales.
+        k_scale, v_scale: Positive; only for `torch.float8_e4m3fn`. For scales per layer, pass k / a and v / b to `attention` with
+            scale = a · scale, and multiply its output by b.
         device: Of keys and values; torch's default device if None.
         mesh: A DeviceMesh, a ProcessGroup or a virtual mesh, over whose ranks each sequence's pages are spread in turn. All ranks make
             the same calls, and pass all new tokens to `attention`. Of axes ("tp", "cp"), the pages are spread along "cp", and `kv_heads` is
@@ -80,6 +83,8 @@ class KVCache(DeepCopied):
         shared_kv: bool = False,
         window: int | None = None,
         dtype: torch.dtype | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
         device: torch.device | str | None = None,
         mesh: Any = None,
     ) -> None:
@@ -91,10 +96,13 @@ class KVCache(DeepCopied):
         pages, self.page_size, self.layers, self.kv_heads, self.head_dim = checked.values()
         self.value_dim = self.head_dim if value_dim is None else integer(value_dim, "value_dim", least=1)
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype: expected one of {', '.join(map(str, _DTYPES))}, got {dtype}")
+        if self.dtype not in (*_DTYPES, EIGHT_BITS):
+            raise ValueError(f"dtype: expected one of {', '.join(map(str, (*_DTYPES, EIGHT_BITS)))}, got {dtype}")
+        self.scales = _checked_scales(k_scale, v_scale, self.dtype)
         self.window = None if window is None else integer(window, "window", least=1)
         self.shared_kv = bool(shared_kv)
+        if self.shared_kv and self.scales is not None:
+            raise ValueError(f"shared_kv: expected a dtype of 16 bits or more, got {self.dtype}")
         if self.shared_kv and self.value_dim > self.head_dim:
             raise ValueError(f"shared_kv: expected value_dim of at most head_dim = {self.head_dim}, got {self.value_dim}")
         self._set_pages(*self._empty_pages(pages, device))
@@ -269,7 +277,8 @@ class KVCache(DeepCopied):
         ranges, (changed, moved) = query_ranges(starts, lengths, [s.row for s in sequences], host, self.device, spread)
         if copies:
             for x in (self._k,) if self.shared_kv else (self._k, self._v):
-                x[:, moved[:, 1]] = x[:, moved[:, 0]]
+                elements = x if self.scales is None else indexable(x)
+                elements[:, moved[:, 1]] = elements[:, moved[:, 0]]
         if updates:
             self._table[changed[:, 0], changed[:, 1]] = changed[:, 2].int()
         return ranges
@@ -371,7 +380,7 @@ class KVCache(DeepCopied):
 
     def layer_pages(self, layer: int) -> PagedKV:
         """Keys, values and page table of a layer."""
-        return PagedKV(k=self._k[layer], v=self._v[layer], table=self._table, shared=self.shared_kv)
+        return PagedKV(k=self._k[layer], v=self._v[layer], table=self._table, shared=self.shared_kv, scales=self.scales)
 
     def check_tensors(self, k: Tensor, v: Tensor, layer: Any) -> int:
         """Raise unless k and v fit into the cache. Returns the layer as an int."""
@@ -381,8 +390,9 @@ class KVCache(DeepCopied):
         if layer >= self.layers:
             raise ValueError(f"layer: expected 0 to {self.layers - 1}, got {layer}")
         for name, x, dim in (("k", k, self.head_dim), ("v", v, self.value_dim)):
-            if x.dtype != self.dtype or x.device != self.device:
-                raise TypeError(f"{name}: expected {self.dtype} on {self.device} as the cache has, got {x.dtype} on {x.device}")
+            if x.dtype not in (_DTYPES if self.scales else (self.dtype,)) or x.device != self.device:
+                dtype = f"a dtype of {', '.join(map(str, _DTYPES))}" if self.scales else self.dtype
+                raise TypeError(f"{name}: expected {dtype} on {self.device} as the cache has, got {x.dtype} on {x.device}")
             if x.shape[1] != self.kv_heads or x.shape[3] != dim:
                 raise ValueError(
                     f"{name}: expected {self.kv_heads} KV heads of dim {dim} as the cache has, got {x.shape[1]} of dim {x.shape[3]}"
@@ -425,6 +435,20 @@ class KVCache(DeepCopied):
         self._table = table
         self.table_version += 1
         self._free_rows += range(new_rows - 1, old_rows - 1, -1)
+
+
+def _checked_scales(k_scale: Any, v_scale: Any, dtype: torch.dtype) -> tuple[float, float] | None:
+    """The scales of keys and values; None for dtypes that have none."""
+    scales = []
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+            raise TypeError(f"{name}: expected a float, got {type(scale).__name__}")
+        if not 2.0**-100 <= scale <= 2.0**100:
+            raise ValueError(f"{name}: expected a number from 2**-100 to 2**100, got {scale}")
+        if dtype != EIGHT_BITS and scale != 1:
+            raise ValueError(f"{name}: expected 1 for {dtype}, got {scale}: only {EIGHT_BITS} has scales")
+        scales.append(float(scale))
+    return (scales[0], scales[1]) if dtype == EIGHT_BITS else None
 
 
 def _starts_in(v: Tensor, k: Tensor) -> bool:

@@ -164,7 +164,7 @@ def _attend_gathered(results: StepResults, index: int, pages: PagedKV, work: Pag
     if by_kernel:
         from longspan._kernels.triton.gather_pages import gather_pages
 
-        k, v = gather_pages(pages, *place)
+        k, v = gather_pages(pages, *place, dtype=results.of.q.dtype)
     else:
         k, v = pages.gather(*place)
     results.add(index, *attend_chunk((results.queries(index), k, v), chunk, call.step, work, call.kernel))
@@ -199,14 +199,16 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[int, Pa
     check_captured(score_captured, q, "score_mod")
     _reject_gradients([q, k, v, *([] if call.sink is None else [call.sink]), *score_captured])
     step.check_layer(layer)
+    scale, scales = check_scale(call.scale, q.shape[-1]), step.cache.scales
     return layer, PagedWork(
-        scale=check_scale(call.scale, q.shape[-1]),
+        scale=scale if scales is None else scale * scales[0],
         mask=None if mask_traced is None else mask_traced.program,
         mask_captured=mask_captured,
         score=None if score_traced is None else score_traced.program,
         score_captured=[t.to(q.device).resolve_neg() for t in score_captured],
         sink=None if call.sink is None else call.sink.resolve_neg(),
         window=None if mask is None else mask.left_reach,
+        scales=scales,
     )
 
 

@@ -38,8 +38,11 @@ def first_gathered(work: PagedWork, start: int) -> int:
 
 
 def attend_chunk(qkv: tuple[Tensor, Tensor, Tensor], chunk: Chunk, step: CacheStep, work: PagedWork, kernel: str) -> tuple[Tensor, Tensor]:
-    """(out [H, m, E], lse [H, m]) of q [H, m, D] over k [G, t, D] and v [G, t, E]: the chunk's m queries and t keys."""
-    q, k, v = (x[None] for x in qkv)
+    """(out [H, m, E], lse [H, m]) of q [H, m, D] over k [G, t, D] and v [G, t, E]: the chunk's m queries and t keys.
+
+    k and v: as pages hold them, or in the dtype of q.
+    """
+    q, k, v = (x[None].to(qkv[0].dtype) for x in qkv)
     inputs = AttentionInputs(q=q, k=k, v=v)
     state = sink_state(work.sink, q, v, max_scores=False)
     made = partial(_chunk_work, work, chunk, heads=q.shape[1])
@@ -52,7 +55,8 @@ def attend_chunk(qkv: tuple[Tensor, Tensor, Tensor], chunk: Chunk, step: CacheSt
         kernel_work, scale=work.scale, score=work.score, score_captured=work.score_captured, mask_captured=work.mask_captured
     )  # fmt: skip
     result = chosen.forward(inputs, kernel_work, state=state, final=True, max_scores=False)
-    return result.out[0], result.lse[0]
+    out = result.out[0] if work.scales is None else result.out[0] * work.scales[1]
+    return out, result.lse[0]
 
 
 def _key(work: PagedWork, chunk: Chunk, heads: int, block: tuple[int, int]) -> Hashable:

@@ -83,7 +83,8 @@ def local_work(work: PagedWork, sequences: LocalSequences, spread: SpreadPages |
     score, score_captured = (None, []) if work.score is None else convert(work.score, work.score_captured)
     window = None if work.window is None else local_window(work.window, spread, later)
     return PagedWork(
-        scale=work.scale, mask=mask, mask_captured=mask_captured, score=score, score_captured=score_captured, sink=None, window=window
+        scale=work.scale, mask=mask, mask_captured=mask_captured, score=score, score_captured=score_captured, sink=None, window=window,
+        scales=work.scales,
     )  # fmt: skip
 
 

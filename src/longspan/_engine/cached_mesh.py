@@ -23,7 +23,7 @@ from longspan._comm.mesh import Mesh
 from longspan._engine.cached_chunk import Chunk, attend_chunk, first_gathered
 from longspan._engine.cached_local import attend_local
 from longspan._engine.cached_tokens import StepQueries, StepResults
-from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork
+from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork, indexable
 from longspan._kernels.paged_splits import attend_sequence, gathered_keys, merge_ranks
 from longspan._kernels.protocol import like_query, state_dtype
 
@@ -64,6 +64,7 @@ class _MeshCall:
         sizes = (cache.page_size, cache.layers, cache.kv_heads, cache.head_dim, cache.value_dim, cache.window, cache.shared_kv, cache.dtype)
         self.fields = {
             "cache (page_size, layers, kv_heads, head_dim, value_dim, window, shared_kv, dtype)": str(sizes),
+            "k_scale and v_scale of the cache": str(cache.scales),
             "ranks that hold the first pages": str(ranges.spread.shifts),
             "layer": str(layer), "sequences": str(self.step.ids), "starts": str(ranges.starts), "lengths": str(ranges.lengths),
             "mask": "" if work.mask is None else work.mask.key, "score_mod": "" if work.score is None else work.score.key,
@@ -97,7 +98,7 @@ class _MeshCall:
 
     def _kv_is_fewer_bytes(self, index: int) -> bool:
         """Whether the KV that a sequence's new tokens see is fewer bytes than their partial results. Both send the merged results."""
-        ranges, element = self.step.ranges, self.q.element_size()
+        ranges, element = self.step.ranges, self.pages.k.element_size()
         tokens = ranges.lengths[index] - first_gathered(self.work, ranges.starts[index])
         kv = tokens * self.pages.k.shape[1] * (self.pages.k.shape[3] + (0 if self.pages.shared else self.dim)) * element
         partial = ranges.counts[index] * self.heads * (self.dim + 1) * self.wide.itemsize
@@ -172,12 +173,14 @@ class _MeshCall:
         columns = [replace(ranges.spread, rank=r).local_pages(index, first // size, -(-length // size)) for r in range(self.mesh.size)]
         with raising_on_all_ranks(self.mesh):
             k, v, _ = pages.gather_local(ranges.rows[index], first, length, columns[self.mesh.rank])
+            k, v = indexable(k), indexable(v)
             packed = (k if pages.shared else torch.cat([k, v], -1)).transpose(0, 1)  # [t, G, D + E]
             tokens = [_tokens_of(cs, size, first, length) for cs in columns]
         gathered = all_gather_rows(self.mesh, packed, [len(t) for t in tokens], what=f"{_WHAT}, KV", fields=self.fields)
         with raising_on_all_ranks(self.mesh):  # before the all-gather of results
             order = (torch.cat(tokens) - first).to(gathered.device)
             joined = torch.empty_like(gathered).index_copy_(0, order, gathered).transpose(0, 1)
+        joined = joined.view(pages.k.dtype)
         k_dim = pages.k.shape[3]
         return (joined, joined[..., : self.dim]) if pages.shared else (joined[..., :k_dim], joined[..., k_dim:])
 

@@ -17,6 +17,19 @@ from torch import Tensor
 from longspan._masks.program import Program
 
 FEW_QUERIES = 64  # most new tokens of a sequence that the decode kernels compute
+EIGHT_BITS = torch.float8_e4m3fn
+_LARGEST = 448.0  # of EIGHT_BITS
+
+
+def in_8_bits(x: Tensor, scale: float) -> Tensor:
+    """The elements of x / scale in 8 bits, rounded to nearest. Finite ones beyond the range become its ends, inf and NaN become NaN."""
+    x = x.float()
+    return torch.where(x.isfinite(), (x * (1.0 / scale)).clamp(-_LARGEST, _LARGEST), torch.nan).to(EIGHT_BITS)
+
+
+def indexable(x: Tensor) -> Tensor:
+    """The tensor; of 8 bits, as bytes: not every indexing operation supports 8-bit floats."""
+    return x.view(torch.uint8) if x.dtype == EIGHT_BITS else x
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,12 +156,14 @@ class PagedKV:
     """Keys and values of one layer. `table` [rows, width], int32: page of each `page_size` tokens of a sequence.
 
     shared: v is k[..., :E], the same memory.
+    scales: of EIGHT_BITS: keys are k · scales[0], values v · scales[1]; None for other dtypes.
     """
 
     k: Tensor
     v: Tensor
     table: Tensor
     shared: bool = False
+    scales: tuple[float, float] | None = None
 
     @property
     def page_size(self) -> int:
@@ -164,18 +179,21 @@ class PagedKV:
         rows, positions = ranges.token_rows, ranges.positions
         if ranges.local_tokens is not None:
             rows, positions, k, v = (x[ranges.local_tokens] for x in (rows, positions, k, v))
+        if self.scales is not None:
+            k, v = (indexable(in_8_bits(x, scale)) for x, scale in zip((k, v), self.scales, strict=True))
         page = self.table[rows, positions // self.page_size]
         offset = positions % self.page_size
-        self.k[page, :, offset] = k
+        indexable(self.k)[page, :, offset] = k
         if not self.shared:
-            self.v[page, :, offset] = v
+            indexable(self.v)[page, :, offset] = v
 
     def gather(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """(k [G, stop − start, D], v [G, stop − start, E]) of the tokens start … stop − 1 of the sequence in a row of the table."""
+        """(k [G, stop − start, D], v [G, stop − start, E]) of the tokens start … stop − 1 of the sequence in a row of the table, as pages
+        hold them.
+        """
         size = self.page_size
         pages, skip = self.table[row, start // size : -(-stop // size)], start % size
-        k, v = (x.transpose(0, 1).index_select(1, pages).flatten(1, 2)[:, skip : skip + stop - start] for x in (self.k, self.v))
-        return k, v
+        return self._of_pages(pages, slice(skip, skip + stop - start))
 
     def gather_local(self, row: int, start: int, stop: int, columns: range) -> tuple[Tensor, Tensor, Tensor]:
         """(k [G, t, D], v [G, t, E], positions [t]) of the tokens start … stop − 1 in some pages of the sequence in a row of the table."""
@@ -185,8 +203,12 @@ class PagedKV:
         last = columns[-1] * size + size if columns else 0
         used = slice(max(0, start - columns.start * size), len(columns) * size - max(0, last - stop))
         pages = self.table[row, column]
-        k, v = (x.transpose(0, 1).index_select(1, pages).flatten(1, 2)[:, used] for x in (self.k, self.v))
-        return k, v, positions[used]
+        return *self._of_pages(pages, used), positions[used]
+
+    def _of_pages(self, pages: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
+        """(k [G, t, D], v [G, t, E]) of some of the tokens in pages [n]."""
+        k, v = (indexable(x).transpose(0, 1).index_select(1, pages).flatten(1, 2)[:, tokens].view(x.dtype) for x in (self.k, self.v))
+        return k, v
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -194,11 +216,12 @@ class PagedWork:
     """How scores over pages are computed. Programs read the sequence's index in the step as batch index, and positions in the sequence.
 
     Attributes:
-        scale: Multiplies q·k before `score`.
+        scale: Multiplies q·k before `score`, with scales[0] included.
         mask, score: Programs; None: every query sees its whole sequence, and scores stay as they are.
         mask_captured, score_captured: Tensors that the programs read, on the device of the queries.
         sink: A logit per query head [H], or None.
         window: Every visible pair has q − kv < window; None: no such bound. Tokens before the window are not read.
+        scales: Of keys and values in pages (`PagedKV`).
     """
 
     scale: float
@@ -208,6 +231,7 @@ class PagedWork:
     score_captured: Sequence[Tensor] = ()
     sink: Tensor | None = None
     window: int | None = None
+    scales: tuple[float, float] | None = None
 
     def first_key(self, start: int) -> int:
         """The first token that queries from `start` on can see."""

@@ -68,6 +68,8 @@ def attend_sequence(q: Tensor, keys: SequenceKeys, start: int, work: PagedWork) 
     p = torch.exp(scores - _finite(top)[..., None])
     total, acc = p.sum(-1), _values_sum(p, v, seen)
     logits = None if work.sink is None else work.sink.to(wide)[:, None]
+    if work.scales is not None:
+        acc = acc * work.scales[1]
     return _merged(top.view(S, heads, m), total.view(S, heads, m), acc.view(S, heads, m, -1), logits)
 
 

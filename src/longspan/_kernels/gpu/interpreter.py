@@ -19,8 +19,8 @@ def interpreted() -> bool:
 
 
 def computable(tensor: Tensor) -> Tensor:
-    """The tensor, in the interpreter with bfloat16 converted to float32: NumPy has no bfloat16."""
-    return tensor.float() if interpreted() and tensor.dtype == torch.bfloat16 else tensor
+    """The tensor, in the interpreter with bfloat16 and 8 bits converted to float32: NumPy has neither."""
+    return tensor.float() if interpreted() and tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn) else tensor
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from longspan._kernels.gpu.device_library import LOG2_E
 from longspan._kernels.gpu.nonfinite_counts import any_nan, count_nonfinite, finite_or_zero
 from longspan._kernels.gpu.tile_access import wide
 from longspan._kernels.triton.decode_merge import add_sink, add_split, final, merge_tile, normalised
+from longspan._kernels.triton.eight_bits import from_pages, in_pages, values_from_pages, values_sum
 
 _DYNAMIC = [
     "sequences",
@@ -115,7 +116,7 @@ def load_described(desc, page, n, g, at, column, PAGE: tl.constexpr, N: tl.const
 @triton.jit
 def write_new(
     new_ptr, new_stride, base, stride, g, first, start, begin, end, new_len, table_row, table_ptr,
-    PAGE: tl.constexpr, DIM: tl.constexpr, DIMP: tl.constexpr,
+    PAGE: tl.constexpr, DIM: tl.constexpr, DIMP: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Write the new tokens at positions begin … end − 1 of one KV head into their pages: DIM elements each. `first`: index of the token at
     `start` among all new tokens. `new_len`: tokens of one batch row of the new tokens.
@@ -129,7 +130,7 @@ def write_new(
         from_rows = new_ptr + wide(t // new_len) * new_stride[0] + wide(g) * new_stride[1] + wide(t % new_len) * new_stride[2]
         x = tl.load(from_rows[:, None] + d[None, :] * new_stride[3], mask=inside)
         page = wide(tl.load(table_ptr + table_row + kv // PAGE, mask=valid, other=0))
-        tl.store(key_rows(base, page, kv, stride, PAGE)[:, None] + d[None, :], x, mask=inside)
+        tl.store(key_rows(base, page, kv, stride, PAGE)[:, None] + d[None, :], in_pages(x, SCALE), mask=inside)
 
 
 @triton.jit
@@ -147,7 +148,7 @@ def attend_keys(
     MASK: tl.constexpr, SCORE: tl.constexpr, PAGE: tl.constexpr, FOLD: tl.constexpr, SAFE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr,
     SHARED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, GROUPED: tl.constexpr, SCORE_LOOKUPS: tl.constexpr,
-    MASK_LOOKUPS: tl.constexpr,
+    MASK_LOOKUPS: tl.constexpr, V_SCALE: tl.constexpr,
 ):  # fmt: skip
     """(acc, total, m) of q [M, DP] over the keys begin … end − 1, as in `triton.forward`. SAFE: non-finite values count as 0. GROUPED: the
     keys are splits of `tokens` keys, whose results are merged one after the other.
@@ -155,6 +156,7 @@ def attend_keys(
     REST: keys have REST elements more than D, whose queries are q_rest [M, RESTP]. SHARED: values are the first D elements of keys, and a
     tile in shared memory is both. TMA: keys come from the descriptors `k_desc` and `rest_desc`. SCORE_LOOKUPS, MASK_LOOKUPS: of
     `decode_kernel`; those of a tile are made one step before, so that the rest of that step and the wait for keys hide their latency.
+    V_SCALE: of values in 8 bits, or None; `scale` includes that of keys.
     """
     m = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -174,7 +176,7 @@ def attend_keys(
             k = load_described(k_desc, page, n, g, at, 0, PAGE, N, DP)
         else:
             k = tl.load(k_rows[:, None] + d[None, :] * k_stride[3], mask=valid[:, None] & (d < D)[None, :], other=0.0)
-        s = tl.dot(q, k.T, input_precision=PRECISION)
+        s = tl.dot(q, from_pages(k, V_SCALE, q.dtype).T, input_precision=PRECISION)
         if REST:
             if TMA:
                 k_rest = load_described(rest_desc, page, n, g, at, D, PAGE, N, RESTP)
@@ -201,13 +203,14 @@ def attend_keys(
             v = k
         else:
             v = tl.load(v_rows[:, None] + e[None, :] * v_stride[3], mask=valid[:, None] & (e < value_dim)[None, :], other=0.0)
+        v = values_from_pages(v, V_SCALE, q.dtype)
         if SAFE:
             v = finite_or_zero(v)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         m = m_new
         if GROUPED:  # noqa: SIM102 (a compile-time condition)
             if ((at + N) & (tokens - 1) == 0) | (at + N >= end):  # tokens: a power of two
-                out, lse = normalised(acc, total, m)
+                out, lse = normalised(values_sum(acc, V_SCALE), total, m)
                 group_acc, group_total, group_m = add_split(group_acc, group_total, group_m, out, lse)
                 m = tl.full([M], float("-inf"), tl.float32)
                 total = tl.zeros([M], tl.float32)
@@ -215,14 +218,14 @@ def attend_keys(
     if GROUPED:
         return group_acc, group_total, group_m
     else:
-        return acc, total, m
+        return values_sum(acc, V_SCALE), total, m
 
 
 @triton.jit
 def count_values(
     sign, n, h, q_pos, begin, end, length, v_base, v_stride, value_dim, table_row, table_ptr, mask_captured, mask_sizes,
     MASK: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr,
-    MASK_LOOKUPS: tl.constexpr,
+    MASK_LOOKUPS: tl.constexpr, V_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Number of visible values [M, EP] that are sign · inf or NaN (`count_nonfinite`)."""
     count = tl.zeros([M, EP], tl.float32)
@@ -232,6 +235,7 @@ def count_values(
         valid = kv < end
         v_rows = key_rows(v_base, load_page(table_ptr, table_row, at, kv, end, PAGE, N), kv, v_stride, PAGE)
         v = tl.load(v_rows[:, None] + e[None, :] * v_stride[3], mask=valid[:, None] & (e < value_dim)[None, :], other=0.0)
+        v = from_pages(v, V_SCALE, tl.bfloat16)
         mask_read = look_up(n, h, q_pos, kv, length, mask_captured, mask_sizes, MASK_LOOKUPS)
         seen = visible_keys(n, h, q_pos, kv, end, length, mask_read, mask_sizes, MASK) & (tl.arange(0, M)[:, None] < M)
         count = count_nonfinite(count, seen, v, sign, PRECISION)
@@ -292,7 +296,7 @@ def decode_kernel(
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr,
     SAFE_DIM: tl.constexpr, SHARED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
     GROUPED: tl.constexpr, DIRECT: tl.constexpr, SCORE_LOOKUPS: tl.constexpr, MASK_LOOKUPS: tl.constexpr, SPLITS: tl.constexpr,
-    MERGED_ROWS: tl.constexpr,
+    MERGED_ROWS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
 ):  # fmt: skip
     """A partial out [M, E] and log-sum-exp [M] of one split, or of a group of splits if GROUPED. DIRECT: sequences have one each, and
     part_out_ptr and part_lse_ptr are those of the results, with sinks.
@@ -304,7 +308,8 @@ def decode_kernel(
     WINDOW: keys before q − WINDOW + 1 are hidden; None: no window. k_new_ptr, v_new_ptr: new tokens, which every CTA writes that reads
     them; None: they were written before. EARLY: merge_kernel starts while this kernel runs. flags_ptr: int32 [CTAs, 2]; splits with a flag
     that is not 0 are computed (`gpu.split_kernel`); None: all are. SCORE_LOOKUPS, MASK_LOOKUPS: the functions that make what SCORE and
-    MASK read of captured tensors (`gpu.hoisted_lookups`), or None: these read the tensors.
+    MASK read of captured tensors (`gpu.hoisted_lookups`), or None: these read the tensors. K_SCALE, V_SCALE: of keys and values that pages
+    hold in 8 bits, or None for both; `scale` includes K_SCALE.
     """
     if EARLY and not MERGED_ROWS:
         gdc_launch_dependents()
@@ -339,23 +344,25 @@ def decode_kernel(
             if end > start:
                 new = tl.maximum(begin, start)
                 write_new(
-                    k_new_ptr, k_new_stride, k_base, k_stride, g, first, start, new, end, new_len, table_row, table_ptr, PAGE, D, DP
+                    k_new_ptr, k_new_stride, k_base, k_stride, g, first, start, new, end, new_len, table_row, table_ptr, PAGE, D, DP,
+                    K_SCALE,
                 )  # fmt: skip
                 if REST:
                     write_new(
                         k_new_ptr + D * k_new_stride[3], k_new_stride, k_base + D, k_stride, g, first, start, new, end, new_len,
-                        table_row, table_ptr, PAGE, REST, RESTP,
+                        table_row, table_ptr, PAGE, REST, RESTP, K_SCALE,
                     )  # fmt: skip
                 if not SHARED:
                     write_new(
-                        v_new_ptr, v_new_stride, v_base, v_stride, g, first, start, new, end, new_len, table_row, table_ptr, PAGE, E, EP
+                        v_new_ptr, v_new_stride, v_base, v_stride, g, first, start, new, end, new_len, table_row, table_ptr, PAGE, E, EP,
+                        V_SCALE,
                     )  # fmt: skip
                 publish_stores(TMA)
         acc, total, m = attend_keys(
             q, q_rest, n, g, h, q_pos, begin, end, length, k_desc, rest_desc, k_base, v_base, k_stride, v_stride, E, table_row,
             table_ptr, scale, mask_captured, mask_sizes, score_captured, score_sizes, tokens,
             MASK, SCORE, PAGE, FOLD, False, M, N, D, DP, EP, REST, RESTP, SHARED, TMA, PRECISION, GROUPED,
-            SCORE_LOOKUPS, MASK_LOOKUPS,
+            SCORE_LOOKUPS, MASK_LOOKUPS, V_SCALE,
         )  # fmt: skip
         if DIRECT:
             out_row, lse_at = result_rows(n, first, i, head, out_stride, lse_stride, RAGGED)
@@ -377,12 +384,12 @@ def decode_kernel(
                         q, q_rest, n, g, h, q_pos, lo, hi, length, None, None, k_base, v_part, k_stride, v_stride, E - column,
                         table_row, table_ptr, scale, mask_captured, mask_sizes, score_captured, score_sizes, tokens,
                         MASK, SCORE, PAGE, FOLD, True, M, N, D, DP, SAFE_DIM, REST, RESTP, SHARED, False, PRECISION, False,
-                        SCORE_LOOKUPS, MASK_LOOKUPS,
+                        SCORE_LOOKUPS, MASK_LOOKUPS, V_SCALE,
                     )  # fmt: skip
                     for sign in tl.range(-1, 2, 2, num_stages=1):
                         nonfinite = count_values(
                             sign, n, h, q_pos, lo, hi, length, v_part, v_stride, E - column, table_row, table_ptr,
-                            mask_captured, mask_sizes, MASK, PAGE, M, N, SAFE_DIM, PRECISION, MASK_LOOKUPS,
+                            mask_captured, mask_sizes, MASK, PAGE, M, N, SAFE_DIM, PRECISION, MASK_LOOKUPS, V_SCALE,
                         )  # fmt: skip
                         part = tl.where(nonfinite > 0.0, part + sign * float("inf"), part)
                     if GROUPED:
@@ -414,7 +421,7 @@ def decode_kernel(
 def write_kernel(
     k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, table_ptr, positions_ptr, rows_ptr, k_stride, v_stride, k_pages_stride, v_pages_stride,
     kv_heads, width, tokens, PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-    SHARED: tl.constexpr,
+    SHARED: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Write the key and the value of one token and KV head into its page. `tokens`: of one batch row of k and v. SHARED: the key only."""
     pid = tl.program_id(0)
@@ -425,7 +432,11 @@ def write_kernel(
     b, i = wide(t // tokens), wide(t % tokens)
     d, e = tl.arange(0, DP), tl.arange(0, EP)
     k = tl.load(k_ptr + b * k_stride[0] + g * k_stride[1] + i * k_stride[2] + d * k_stride[3], mask=d < D)
-    tl.store(k_pages_ptr + page * k_pages_stride[0] + g * k_pages_stride[1] + slot * k_pages_stride[2] + d, k, mask=d < D)
+    tl.store(
+        k_pages_ptr + page * k_pages_stride[0] + g * k_pages_stride[1] + slot * k_pages_stride[2] + d, in_pages(k, K_SCALE), mask=d < D
+    )
     if not SHARED:
         v = tl.load(v_ptr + b * v_stride[0] + g * v_stride[1] + i * v_stride[2] + e * v_stride[3], mask=e < E)
-        tl.store(v_pages_ptr + page * v_pages_stride[0] + g * v_pages_stride[1] + slot * v_pages_stride[2] + e, v, mask=e < E)
+        tl.store(
+            v_pages_ptr + page * v_pages_stride[0] + g * v_pages_stride[1] + slot * v_pages_stride[2] + e, in_pages(v, V_SCALE), mask=e < E
+        )

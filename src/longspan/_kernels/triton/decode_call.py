@@ -57,6 +57,8 @@ def unsupported_reason(q: Tensor, dims: tuple[int, int], work: PagedWork, *, seq
         return f"dtype {q.dtype}: expected bfloat16, float16 or float32"
     if not interpreted() and (not q.is_cuda or capability(q.device) < (8, 0)):
         return f"tensors on {q.device}: expected a CUDA device of compute capability 8.0 or later"
+    if work.scales is not None and not interpreted() and (torch.version.hip is not None or capability(q.device) < (8, 9)):
+        return f"KV in 8 bits on {q.device}: expected a CUDA device of compute capability 8.9 or later"
     if shared and (dims[1] > MAX_SHARED_DIM or dims[0] - dims[1] > MAX_HEAD_DIM):
         return f"shared KV of {dims[1]} and {dims[0] - dims[1]} more elements: expected at most {MAX_SHARED_DIM} and {MAX_HEAD_DIM}"
     if not shared and max(dims) > MAX_HEAD_DIM:
@@ -82,7 +84,10 @@ def split_rule(kv_heads: int, *, shared: bool, heads: int, by: SplitKernel | Non
 
 def write_tokens(pages: PagedKV, k: Tensor, v: Tensor, ranges: QueryRanges) -> None:
     """Write new tokens k [n, G, count, D] or [1, G, T, D], and v alike, into their pages, in one launch."""
-    if k.shape[0] * k.shape[2]:
+    if pages.scales is not None and interpreted():  # which truncates to 8 bits
+        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+        pages.write(k, v, ranges)
+    elif k.shape[0] * k.shape[2]:
         launch_, tensors = write_launch(pages, k, v, ranges)
         launch_(tensors, {})
 
@@ -95,7 +100,7 @@ def write_launch(pages: PagedKV, k: Tensor, v: Tensor, ranges: QueryRanges) -> t
     }  # fmt: skip
     constants = {
         **_dims(k.shape[-1], v.shape[-1]), "kv_heads": k.shape[1], "width": pages.table.shape[1], "tokens": k.shape[2],
-        "PAGE": pages.page_size, "SHARED": pages.shared,
+        "PAGE": pages.page_size, "SHARED": pages.shared, **_scales(pages.scales),
     }  # fmt: skip
     how = LaunchShape(ctas=k.shape[0] * k.shape[2] * k.shape[1], warps=1)
     return prepared_for(write_kernel, tensors, constants, how, {}), tensors
@@ -175,6 +180,7 @@ def page_sizes(queries: Queries, pages: PagedKV, *, reads: bool = False) -> list
             sequences=len(ranges.counts), queries=(min(counts), max(counts)), longest=_position_bound(longest),
             splits=-(-splits // unit) * unit, tile_rows=m, rule=rule, shared=pages.shared, by=by, joined=1 if grouped else split.joined,
             groups=split.groups, grouped=grouped, taken=taken, graphed=ranges.longest is not None,
+            narrow=pages.scales is not None,
         ))  # fmt: skip
     return made
 
@@ -306,7 +312,7 @@ def decode_launch(
     key = (
         layouts(tensors.values()), layouts(mask_captured), layouts(score_captured), sizes, queries.ragged, q.device,
         work.window, work.scale > 0, None if work.mask is None else work.mask.key, None if work.score is None else work.score.key,
-        tf32_allowed(), SMALLEST_SPLIT, COARSE_SPLIT,
+        tf32_allowed(), SMALLEST_SPLIT, COARSE_SPLIT, work.scales,
     )  # fmt: skip
     launches = _launches(ByContents(key, partial(_make_launches, queries.ragged, tensors, work, sizes, per_call)))
     if launch.capturing(q.device):
@@ -319,7 +325,7 @@ def _tile(q: Tensor, k: Tensor, v: Tensor, sizes: DecodeSizes) -> DecodeTile:
     d, e = q.shape[-1], v.shape[-1]
     dim = max(launch.padded(e if sizes.shared else d), launch.padded(e))
     waves = 0.0 if sizes.grouped else _ctas(q, k, sizes) / sm_count(q.device)
-    return choose_tile(dim=dim, dtype=q.dtype, rows=sizes.tile_rows, waves=waves)
+    return choose_tile(dim=dim, dtype=q.dtype, rows=sizes.tile_rows, waves=waves, narrow=sizes.narrow)
 
 
 def _ctas(q: Tensor, k: Tensor, sizes: DecodeSizes) -> int:
@@ -402,6 +408,7 @@ def _make_launches(
         "SCORE": launch.function(work.score, score_options), "SCORE_LOOKUPS": early_function(work.score, score_options),
         "FOLD": work.score is None and work.scale > 0,
         "PRECISION": "ieee" if q.dtype == torch.float32 and not tf32_allowed() else "tf32", "DIRECT": sizes.direct,
+        **_scales(work.scales),
     }  # fmt: skip
     rows = sizes.sequences * heads * max_queries
     few, many = (_FEW_LATENT, _MANY_LATENT) if sizes.shared else (_FEW_MERGED[0], _MANY_MERGED[0])
@@ -445,7 +452,11 @@ def _registers(tile: DecodeTile, rows: int) -> int:
     """
     if tile.tma or tile.warps != 4 or rows > 16:
         return 0
-    return 232 if tile.buffers > 2 else 160 if tile.n == 64 else 0
+    return 232 if tile.buffers > 2 else 160 if tile.n >= 64 else 0
+
+
+def _scales(scales: tuple[float, float] | None) -> dict[str, float | None]:
+    return {"K_SCALE": None, "V_SCALE": None} if scales is None else {"K_SCALE": scales[0], "V_SCALE": scales[1]}
 
 
 def _dims(d: int, e: int) -> dict[str, int]:

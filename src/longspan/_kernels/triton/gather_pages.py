@@ -45,11 +45,11 @@ def gather_kernel(
         copy_rows(v_ptr, v_out_ptr, page, at % PAGE, g, t, tokens, v_stride, E, EP)
 
 
-def gather_pages(pages: PagedKV, row: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """`pages.gather(row, start, stop)` in one launch and one copy."""
+def gather_pages(pages: PagedKV, row: int, start: int, stop: int, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """`pages.gather(row, start, stop)` in one launch and one copy, converted to `dtype`."""
     (_, kv_heads, size, d), e, tokens = pages.k.shape, pages.v.shape[-1], stop - start
-    k = torch.empty((kv_heads, tokens, d), dtype=pages.k.dtype, device=pages.k.device)
-    v = None if pages.shared else torch.empty((kv_heads, tokens, e), dtype=pages.v.dtype, device=pages.v.device)
+    k = torch.empty((kv_heads, tokens, d), dtype=dtype or pages.k.dtype, device=pages.k.device)
+    v = None if pages.shared else torch.empty((kv_heads, tokens, e), dtype=dtype or pages.v.dtype, device=pages.v.device)
     tensors = {"k_ptr": pages.k, "v_ptr": pages.v, "table_ptr": pages.table, "k_out_ptr": k, "v_out_ptr": v}
     constants = {
         "k_stride": pages.k.stride(), "v_stride": pages.v.stride(), "kv_heads": kv_heads,
