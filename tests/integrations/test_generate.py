@@ -22,6 +22,7 @@ from transformers import DynamicCache
 
 import longspan.integrations.transformers as lst
 from longspan._cache.kv_cache import KVCache
+from longspan._kernels.paged import in_8_bits
 from longspan.integrations._paged_attention import absorbed
 from longspan.testing import virtual_world
 
@@ -68,6 +69,40 @@ def test_sampled_and_assisted_tokens_equal_those_of_a_dynamic_cache() -> None:
         expected = generated(model, batch=batch, max_new_tokens=7, **options)
         torch.manual_seed(1)
         assert generated(model, lst.PagedCache(model, page_size=4), batch=batch, max_new_tokens=7, **options) == expected, options
+
+
+class RoundedCache(DynamicCache):
+    """transformers' own cache, of keys and values that are rounded to 8 bits."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        k, v = (in_8_bits(x, 1.0).to(x.dtype) for x in (key_states, value_states))
+        return super().update(k, v, *args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss"])
+def test_logits_over_pages_in_8_bits_are_those_of_a_cache_rounded_to_8_bits(kind: str) -> None:
+    model, eager, ids = decoding_model(kind, "longspan"), decoding_model(kind, "eager"), prompts()["input_ids"]
+
+    @torch.no_grad()
+    def logits(model: Any, cache: Any) -> Tensor:
+        """Of a prompt, then of one more token."""
+        parts = [model(x, past_key_values=cache).logits for x in (ids[:, :-1], ids[:, -1:])]
+        return torch.cat(parts, 1)
+
+    def by_pages(mesh: Any) -> Tensor:
+        return logits(model, lst.PagedCache(model, page_size=4, mesh=mesh, dtype=torch.float8_e4m3fn))
+
+    expected = logits(eager, RoundedCache(config=model.config))
+    exact = logits(eager, DynamicCache(config=model.config))
+    assert (expected - exact).abs().max() > 100 * (by_pages(None) - expected).abs().max()
+    for got in (by_pages(None), *virtual_world(2).run(by_pages)):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_latent_layers_refuse_8_bits() -> None:
+    model = decoding_model("deepseek_v3", "longspan")
+    with pytest.raises(ValueError, match=r"shared_kv: expected a dtype of 16 bits or more, got torch.float8_e4m3fn"):
+        generated(model, lst.PagedCache(model, dtype=torch.float8_e4m3fn))
 
 
 def test_transformers_own_static_cache_runs_with_longspan_attention() -> None:

@@ -127,18 +127,21 @@ class PagedCache(DeepCopied, Cache):
             None: pages are added as needed.
         page_size: Tokens per page.
         mesh: A DeviceMesh, a ProcessGroup or a virtual mesh over whose ranks pages are spread; None for one device.
+        dtype: Of keys and values in pages: `torch.float8_e4m3fn`, with scales 1, or the model's. None: the model's.
 
     Raises:
         ValueError: The model has layers that are neither full nor sliding attention, or layers that share KV.
     """
 
-    def __init__(self, config: Any, *, max_tokens: int | None = None, page_size: int = 64, mesh: Any = None) -> None:
+    def __init__(
+        self, config: Any, *, max_tokens: int | None = None, page_size: int = 64, mesh: Any = None, dtype: torch.dtype | None = None
+    ) -> None:
         config = getattr(config, "config", config)
         check_implementation(config)
         self.windows = windows = _layer_windows(text_config(config))  # of each layer, None for full attention
         super().__init__(layers=[_PagedLayer(self, i, window) for i, window in enumerate(windows)])
         self.mesh = None if mesh is None else context_mesh(mesh)
-        self._max_tokens, self._page_size = max_tokens, page_size
+        self._max_tokens, self._page_size, self._dtype = max_tokens, page_size, dtype
         self._groups = {window: _LayerGroup(window=window) for window in dict.fromkeys(windows)}
         for i, window in enumerate(windows):
             self._groups[window].layers.append(i)
@@ -250,7 +253,7 @@ class PagedCache(DeepCopied, Cache):
             pages = -(-self._max_tokens // (self._page_size * ranks)) + 2 * k.shape[0]
         return KVCache(
             pages=pages, page_size=self._page_size, layers=len(group.layers), kv_heads=k.shape[1], head_dim=k.shape[3],
-            value_dim=v.shape[3], shared_kv=shared_kv, window=group.window, dtype=k.dtype, device=k.device, mesh=self.mesh,
+            value_dim=v.shape[3], shared_kv=shared_kv, window=group.window, dtype=self._dtype or k.dtype, device=k.device, mesh=self.mesh,
         )  # fmt: skip
 
     def _grow(self, cache: KVCache, ids: Sequence[int], counts: Any) -> None:
