@@ -21,6 +21,7 @@ from longspan._masks.trace_autograd import AutogradError
 from longspan._torch_private import DispatchModeOutsideOfDynamo, TensorWithoutMemory, identity, tree_leaves, tree_map
 
 _INDEX = torch.ops.aten.index.Tensor
+_DEVICE = torch.ops.prim.device.default
 _READ = torch.ops.aten._local_scalar_dense.default
 # Operations without torch's tag "pointwise" whose results share no memory with their operands.
 _MAKE_MEMORY = {getattr(torch.ops.aten, name) for name in ("masked_fill", "fill", "empty_like", "zeros_like", "ones_like", "full_like")}
@@ -76,6 +77,8 @@ class _Recorder(DispatchModeOutsideOfDynamo):
         return self._captured_nodes[identity(tensor)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # of a tensor subclass, asked by torch's C++, which ends the process at an error
+            return func(*args)
         try:
             return self._record(func, args, kwargs or {})
         except Exception:
