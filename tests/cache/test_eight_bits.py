@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from tests.cache.cases import Case
+from tests.cache.test_kv_cache import saved
 from torch import Tensor
 
 import longspan as ls
@@ -58,6 +60,7 @@ def test_elements_beyond_the_range_become_its_ends_and_others_nan() -> None:
     got = in_8_bits(x, 1.0).double()
     assert got[:4].tolist() == [448, 448, 448, -448] and got[4:].isnan().all()
     assert in_8_bits(torch.tensor([1e38]), 1e-3).item() == 448
+    assert in_8_bits(torch.tensor([-1e300], dtype=torch.float64), 1.0).item() == -448
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -79,6 +82,21 @@ def test_attention_is_that_over_the_numbers_of_pages(dtype: torch.dtype) -> None
         start += count
 
 
+def test_a_chunk_and_few_queries_round_once() -> None:
+    """In bfloat16 with scales that are no powers of two."""
+    q, k, v = tokens(80, torch.bfloat16)
+    expected = oracle(q, *held(k, v), mask=ls.causal())
+    for counts in ((80,), (60, 20)):
+        cache, outs, start = make_cache(), [], 0
+        ids = cache.allocate(1)
+        for count in counts:
+            part = [x[:, :, start : start + count] for x in (q, k, v)]
+            outs.append(ls.attention(*part, cache=cache.step(ids, count), layer=0, mask=ls.causal()))
+            start += count
+        error = ((torch.cat(outs, 2).double() - expected) / expected).abs()
+        assert error.median() < 2**-9 and error.max() < 2**-8
+
+
 def test_scales_of_a_layer_are_factors_of_the_call() -> None:
     a, b = 0.5, 4.0
     q, k, v = tokens(20)
@@ -93,22 +111,30 @@ def test_a_token_takes_a_byte_per_element() -> None:
     assert cache._k.element_size() == cache._v.element_size() == 1
 
 
-def test_a_nan_reaches_the_rows_that_see_it() -> None:
+@pytest.mark.parametrize("count", [12, 70])
+@pytest.mark.parametrize("kernel", ["cpu", "triton"])
+def test_a_nan_reaches_the_rows_that_see_it(kernel: str, count: int) -> None:
+    if kernel == "triton" and not pytest.importorskip("longspan._kernels.gpu.interpreter").interpreted():
+        pytest.skip("needs Triton's interpreter")
     cache = make_cache()
-    q, k, v = tokens(12)
+    q, k, v = tokens(count)
     v[0, 1, 5, 3] = math.inf
-    out = ls.attention(q, k, v, cache=cache.step(cache.allocate(1), 12), layer=0, mask=ls.causal())
-    expected = torch.zeros(1, HEADS, 12, VALUE_DIM, dtype=torch.bool)
+    out = ls.attention(q, k, v, cache=cache.step(cache.allocate(1), count), layer=0, mask=ls.causal(), kernel=kernel)
+    expected = torch.zeros(1, HEADS, count, VALUE_DIM, dtype=torch.bool)
     expected[:, HEADS // 2 :, 5:, 3] = True
     assert torch.equal(out.isnan(), expected)
 
 
-def test_a_copy_and_a_larger_cache_hold_the_same_numbers() -> None:
+COPIES: dict[str, Any] = {"deepcopy": copy.deepcopy, "pickle": lambda cache: pickle.loads(pickle.dumps(cache)), "saved": saved}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_and_a_larger_cache_hold_the_same_numbers(how: str) -> None:
     cache = make_cache(pages=3)
     ids = cache.allocate(1)
     first, second = tokens(20), tokens(3, seed=1)
     ls.attention(*first, cache=cache.step(ids, 20), layer=0)
-    other = copy.deepcopy(cache)
+    other = COPIES[how](cache)
     other.grow(5)
     outs = [ls.attention(*second, cache=c.step(ids, 3), layer=0) for c in (cache, other)]
     assert torch.equal(*outs) and other.scales == (K_SCALE, V_SCALE)
@@ -153,6 +179,17 @@ def on_processes() -> None:
         ls.attention(*tokens(1), cache=cache.step(cache.allocate(1), 1), layer=0)
 
 
+def test_ranks_with_pages_of_different_dtypes_all_raise() -> None:
+    def run(mesh: Any) -> str:
+        options = {"dtype": torch.float32, "k_scale": 1.0, "v_scale": 1.0} if mesh.rank else {}
+        cache = make_cache(mesh=mesh, **options)
+        with pytest.raises(ValueError, match=r"cache of torch.float32.*, rank 0 has attention over a cache of torch.float8_e4m3fn, KV"):
+            ls.attention(*tokens(85), cache=cache.step(cache.allocate(1), 85), layer=0, mask=ls.causal())
+        return "raised"
+
+    assert virtual_world(2).run(run) == ["raised"] * 2
+
+
 @pytest.mark.processes
 def test_processes_give_the_results_of_one_and_compare_scales() -> None:
     run_processes(on_processes, 2)
@@ -165,6 +202,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "nan": ({"v_scale": math.nan}, ValueError, "v_scale: expected a number from"),
     "infinite": ({"v_scale": math.inf}, ValueError, "v_scale: expected a number from"),
     "tensor": ({"k_scale": torch.ones(1)}, TypeError, "k_scale: expected a float, got Tensor"),
+    "huge": ({"k_scale": 1e200}, ValueError, "k_scale: expected a number from"),
     "bool": ({"k_scale": True}, TypeError, "k_scale: expected a float, got bool"),
     "latent": ({"shared_kv": True, "value_dim": 8}, ValueError, "shared_kv: expected a dtype of 16 bits or more"),
     "e5m2": ({"dtype": torch.float8_e5m2}, ValueError, "dtype: expected one of .*float8_e4m3fn, got torch.float8_e5m2"),

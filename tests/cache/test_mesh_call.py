@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.cache.test_kv_cache import make_cache, tokens
+from torch import Tensor
 
 import longspan as ls
 from longspan._engine import cached_chunk, cached_mesh
@@ -189,3 +190,14 @@ def test_odd_dims_and_strided_queries_give_the_results_of_one_device(count: int)
         assert (out.dtype, lse.dtype, lse.is_contiguous()) == (torch.bfloat16, torch.float32, True)
         torch.testing.assert_close(out, want[0], rtol=0, atol=0.01)
         torch.testing.assert_close(lse, want[1])
+
+
+def test_one_row_of_an_odd_dim_has_its_lse() -> None:
+    def run(mesh: ls.Mesh) -> tuple[Tensor, Tensor]:
+        cache = ls.KVCache(pages=4, page_size=8, layers=1, kv_heads=1, head_dim=8, value_dim=5, dtype=torch.float16, mesh=mesh)
+        q, k = torch.ones(2, 1, 1, 1, 8, dtype=torch.float16)
+        out, lse = ls.attention(q, k, k[..., :5], cache=cache.step(cache.allocate(1), 1), layer=0, return_lse=True, scale=0.5)
+        return out, lse
+
+    for out, lse in virtual_world(2).run(run):
+        assert (out == 1).all() and lse.item() == 4.0

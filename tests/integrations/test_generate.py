@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -99,10 +100,20 @@ def test_logits_over_pages_in_8_bits_are_those_of_a_cache_rounded_to_8_bits(kind
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_latent_layers_refuse_8_bits() -> None:
-    model = decoding_model("deepseek_v3", "longspan")
-    with pytest.raises(ValueError, match=r"shared_kv: expected a dtype of 16 bits or more, got torch.float8_e4m3fn"):
-        generated(model, lst.PagedCache(model, dtype=torch.float8_e4m3fn))
+@pytest.mark.parametrize(
+    ("kind", "dtype", "message"),
+    [
+        ("deepseek_v3", torch.float8_e4m3fn, "dtype: expected torch.float64, the model's, of latent KV, got torch.float8_e4m3fn"),
+        ("llama", torch.float8_e5m2, "dtype: expected torch.float64, the model's, or torch.float8_e4m3fn, got torch.float8_e5m2"),
+        ("llama", torch.bfloat16, "dtype: expected torch.float64, the model's, or torch.float8_e4m3fn, got torch.bfloat16"),
+    ],
+)
+def test_dtypes_that_pages_of_a_model_cannot_have(kind: str, dtype: torch.dtype, message: str) -> None:
+    model = decoding_model(kind, "longspan")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        generated(model, lst.PagedCache(model, dtype=dtype))
+    with pytest.raises(TypeError, match=r"dtype: expected a torch\.dtype, got str"):
+        lst.PagedCache(model, dtype="fp8")
 
 
 def test_transformers_own_static_cache_runs_with_longspan_attention() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -135,11 +136,16 @@ class KVCache(DeepCopied):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"prepared", "_first_layer", "_v" if self.shared_kv else ""}  # addresses of this cache's memory, and a view of it
-        return {name: value for name, value in vars(self).items() if name not in own}
+        state = {name: value for name, value in vars(self).items() if name not in own}
+        if self.scales is not None:  # pickle does not support tensors of 8-bit floats
+            state |= {"_k": indexable(self._k), "_v": indexable(self._v)}
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         with default_modes():  # loaded in inference mode: see `_empty_pages`
             state = {name: x.clone() if isinstance(x, Tensor) and x.is_inference() else x for name, x in state.items()}
+            if state["scales"] is not None:
+                state |= {name: state[name].view(state["dtype"]) for name in ("_k", "_v")}
         vars(self).update(state, prepared={}, device=state["_k"].device)
         self._set_pages(self._k, self._k[..., : self.value_dim] if self.shared_kv else self._v)
 
@@ -441,13 +447,14 @@ def _checked_scales(k_scale: Any, v_scale: Any, dtype: torch.dtype) -> tuple[flo
     """The scales of keys and values; None for dtypes that have none."""
     scales = []
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        if isinstance(scale, bool) or not isinstance(scale, Real):
             raise TypeError(f"{name}: expected a float, got {type(scale).__name__}")
+        scale = float(scale)
         if not 2.0**-100 <= scale <= 2.0**100:
             raise ValueError(f"{name}: expected a number from 2**-100 to 2**100, got {scale}")
         if dtype != EIGHT_BITS and scale != 1:
             raise ValueError(f"{name}: expected 1 for {dtype}, got {scale}: only {EIGHT_BITS} has scales")
-        scales.append(float(scale))
+        scales.append(scale)
     return (scales[0], scales[1]) if dtype == EIGHT_BITS else None
 
 

@@ -54,8 +54,8 @@ def attend_chunk(qkv: tuple[Tensor, Tensor, Tensor], chunk: Chunk, step: CacheSt
     kernel_work = replace(
         kernel_work, scale=work.scale, score=work.score, score_captured=work.score_captured, mask_captured=work.mask_captured
     )  # fmt: skip
-    result = chosen.forward(inputs, kernel_work, state=state, final=True, max_scores=False)
-    out = result.out[0] if work.scales is None else result.out[0] * work.scales[1]
+    result = chosen.forward(inputs, kernel_work, state=state, final=work.scales is None, max_scores=False)
+    out = result.out[0] if work.scales is None else (result.out[0] * work.scales[1]).to(q.dtype)
     return out, result.lse[0]
 
 

@@ -58,6 +58,7 @@ class _MeshCall:
         self.by_kernel = by_kernel
         self.queries, self.pages, self.work, self.mesh, self.kernel, self.with_lse = queries, pages, work, mesh, kernel, with_lse
         self.q, self.step, layer = queries
+        self.what = f"{_WHAT} of {pages.k.dtype}"  # on which depends what is passed
         self.wide, self.heads, self.dim = state_dtype(self.q.dtype), self.q.shape[1], pages.v.shape[-1]
         ranges, cache = self.step.ranges, self.step.cache
         assert ranges.spread is not None
@@ -93,7 +94,7 @@ class _MeshCall:
             rows[index] = self._by_passing_partial_results(by_partial, index)
         rows = rows.view(q.shape[0], q.shape[2], self.heads, row_bytes).transpose(1, 2)
         out = rows[..., :out_bytes].view(q.dtype)
-        lse = rows[..., out_bytes:].contiguous().view(self.wide)[..., 0] if self.with_lse else None
+        lse = rows[..., out_bytes:].clone(memory_format=torch.contiguous_format).view(self.wide)[..., 0] if self.with_lse else None
         return like_query(q, self.dim, q.dtype).copy_(out), lse
 
     def _kv_is_fewer_bytes(self, index: int) -> bool:
@@ -111,7 +112,7 @@ class _MeshCall:
         with raising_on_all_ranks(self.mesh):
             out, lse = self._local_results(indices)
             packed = torch.cat([out, lse[..., None]], -1).transpose(1, 2).flatten(0, 1)[tokens].flatten(0, 1)
-        merged = all_reduce_rows(self.mesh, packed, _merged, self._finished, what=_WHAT, fields=self.fields)
+        merged = all_reduce_rows(self.mesh, packed, _merged, self._finished, what=self.what, fields=self.fields)
         return merged.view(-1, self.heads, merged.shape[-1])
 
     def _local_results(self, indices: list[int]) -> tuple[Tensor, Tensor]:
@@ -164,7 +165,7 @@ class _MeshCall:
             results = torch.cat([*made, empty])
             order = torch.cat([torch.arange(low, high, device=q.device) for part in parts for low, high in part])
         counts = [sum(high - low for low, high in part) for part in parts]
-        into.index_copy_(0, order, all_gather_rows(self.mesh, results, counts, what=_WHAT, fields=self.fields))
+        into.index_copy_(0, order, all_gather_rows(self.mesh, results, counts, what=self.what, fields=self.fields))
 
     def _gathered_kv(self, index: int, first: int, length: int) -> tuple[Tensor, Tensor]:
         """(k [G, t, D], v [G, t, E]) of the tokens first … length − 1 of a sequence, from all ranks."""
@@ -176,7 +177,7 @@ class _MeshCall:
             k, v = indexable(k), indexable(v)
             packed = (k if pages.shared else torch.cat([k, v], -1)).transpose(0, 1)  # [t, G, D + E]
             tokens = [_tokens_of(cs, size, first, length) for cs in columns]
-        gathered = all_gather_rows(self.mesh, packed, [len(t) for t in tokens], what=f"{_WHAT}, KV", fields=self.fields)
+        gathered = all_gather_rows(self.mesh, packed, [len(t) for t in tokens], what=f"{self.what}, KV", fields=self.fields)
         with raising_on_all_ranks(self.mesh):  # before the all-gather of results
             order = (torch.cat(tokens) - first).to(gathered.device)
             joined = torch.empty_like(gathered).index_copy_(0, order, gathered).transpose(0, 1)

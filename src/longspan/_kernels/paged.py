@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from longspan._kernels.protocol import state_dtype
 from longspan._masks.program import Program
 
 FEW_QUERIES = 64  # most new tokens of a sequence that the decode kernels compute
@@ -23,7 +24,7 @@ _LARGEST = 448.0  # of EIGHT_BITS
 
 def in_8_bits(x: Tensor, scale: float) -> Tensor:
     """The elements of x / scale in 8 bits, rounded to nearest. Finite ones beyond the range become its ends, inf and NaN become NaN."""
-    x = x.float()
+    x = x.to(state_dtype(x.dtype))
     return torch.where(x.isfinite(), (x * (1.0 / scale)).clamp(-_LARGEST, _LARGEST), torch.nan).to(EIGHT_BITS)
 
 

@@ -223,7 +223,7 @@ class Kernel(Protocol):
     def forward(self, inputs: AttentionInputs, work: Work, *, state: State | None, final: bool, max_scores: bool) -> State:
         """Attention over `work`'s tiles, merged with `state`.
 
-        NaN and inf in tokens that a row cannot see must not reach the row. (`hopper` does not hold this yet: docs/api/limits.md.)
+        NaN and inf in tokens that a row cannot see must not reach the row.
 
         `state` is consumed: its tensors may be overwritten, and may be part of the result. `final`: out is in the dtype of q and its dims
         are ordered in memory as those of q (`like_query`). `max_scores`: also each row's largest score.

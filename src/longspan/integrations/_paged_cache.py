@@ -130,12 +130,16 @@ class PagedCache(DeepCopied, Cache):
         dtype: Of keys and values in pages: `torch.float8_e4m3fn`, with scales 1, or the model's. None: the model's.
 
     Raises:
-        ValueError: The model has layers that are neither full nor sliding attention, or layers that share KV.
+        TypeError: `dtype` is no dtype.
+        ValueError: The model has layers that are neither full nor sliding attention, or layers that share KV. The first forward raises
+            where the model's KV cannot be held in `dtype`: latent KV (MLA), and other dtypes than these two.
     """
 
     def __init__(
         self, config: Any, *, max_tokens: int | None = None, page_size: int = 64, mesh: Any = None, dtype: torch.dtype | None = None
     ) -> None:
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype: expected a torch.dtype, got {type(dtype).__name__}")
         config = getattr(config, "config", config)
         check_implementation(config)
         self.windows = windows = _layer_windows(text_config(config))  # of each layer, None for full attention
@@ -248,12 +252,16 @@ class PagedCache(DeepCopied, Cache):
 
     def _make_cache(self, group: _LayerGroup, k: Tensor, v: Tensor, shared_kv: bool) -> KVCache:
         ranks = 1 if self.mesh is None else self.mesh.size
-        pages = _FIRST_PAGES
+        pages, dtype = _FIRST_PAGES, self._dtype or k.dtype
+        if dtype not in (k.dtype, torch.float8_e4m3fn):
+            raise ValueError(f"dtype: expected {k.dtype}, the model's, or torch.float8_e4m3fn, got {dtype}")
+        if shared_kv and dtype != k.dtype:
+            raise ValueError(f"dtype: expected {k.dtype}, the model's, of latent KV, got {dtype}")
         if self._max_tokens is not None:  # the last page of a sequence is not full, and pages of a sequence need not divide by ranks
             pages = -(-self._max_tokens // (self._page_size * ranks)) + 2 * k.shape[0]
         return KVCache(
             pages=pages, page_size=self._page_size, layers=len(group.layers), kv_heads=k.shape[1], head_dim=k.shape[3],
-            value_dim=v.shape[3], shared_kv=shared_kv, window=group.window, dtype=self._dtype or k.dtype, device=k.device, mesh=self.mesh,
+            value_dim=v.shape[3], shared_kv=shared_kv, window=group.window, dtype=dtype, device=k.device, mesh=self.mesh,
         )  # fmt: skip
 
     def _grow(self, cache: KVCache, ids: Sequence[int], counts: Any) -> None:

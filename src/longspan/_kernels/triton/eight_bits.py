@@ -53,7 +53,7 @@ def in_pages(x, SCALE: tl.constexpr):
 
 @triton.jit
 def from_pages(x, SCALE: tl.constexpr, DTYPE: tl.constexpr):
-    """Elements of pages in another dtype, exactly: still to be multiplied by SCALE."""
+    """Elements of pages in another dtype, exactly: still to be multiplied by SCALE, whatever it is."""
     if SCALE is None:
         return x
     elif x.dtype == tl.float8e4nv and tl.float16 == DTYPE:
@@ -68,7 +68,7 @@ def from_pages(x, SCALE: tl.constexpr, DTYPE: tl.constexpr):
 def values_from_pages(v, SCALE: tl.constexpr, DTYPE: tl.constexpr):
     """Values [N, E] of pages, for a product with probabilities; of 8 bits, permuted. DTYPE: of queries.
 
-    float16 beside bfloat16 queries: 8-bit numbers are exact, probabilities more precise, and one instruction converts two elements.
+    float16 beside bfloat16 queries: 8-bit numbers are exact, probabilities over 2⁻¹⁶ more precise; one instruction converts two elements.
     """
     if SCALE is None:
         return v

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan._kernels.gpu import launch
+from longspan._kernels.gpu.interpreter import interpreted
 from longspan._kernels.gpu.prepared_launch import layout_launch
 from longspan._kernels.gpu.tile_access import wide
 from longspan._kernels.paged import PagedKV
@@ -48,6 +49,9 @@ def gather_kernel(
 def gather_pages(pages: PagedKV, row: int, start: int, stop: int, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """`pages.gather(row, start, stop)` in one launch and one copy, converted to `dtype`."""
     (_, kv_heads, size, d), e, tokens = pages.k.shape, pages.v.shape[-1], stop - start
+    if pages.scales is not None and interpreted():  # whose 8-bit floats have no NaN
+        gathered_k, gathered_v = pages.gather(row, start, stop)
+        return gathered_k.to(dtype or gathered_k.dtype), gathered_v.to(dtype or gathered_v.dtype)
     k = torch.empty((kv_heads, tokens, d), dtype=dtype or pages.k.dtype, device=pages.k.device)
     v = None if pages.shared else torch.empty((kv_heads, tokens, e), dtype=dtype or pages.v.dtype, device=pages.v.device)
     tensors = {"k_ptr": pages.k, "v_ptr": pages.v, "table_ptr": pages.table, "k_out_ptr": k, "v_out_ptr": v}
