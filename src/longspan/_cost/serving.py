@@ -1,8 +1,8 @@
 """Serving, predicted: time to first token, time per token, memory, and which tensors a chunked prefill passes.
 
 Devices are tp × cp: tp devices share heads and weights inside a node, cp groups of them share each sequence's KV. Assumptions: matrix
-products run at the attention kernel's best measured rate; reading weights and KV reaches the copy bandwidth; tp groups sum activations
-twice per layer by a ring all-reduce, which nothing hides.
+products run at the attention kernel's best measured rate; reading weights and KV reaches the copy bandwidth, KV in 8 bits a share of it;
+tp groups sum activations twice per layer by a ring all-reduce, which nothing hides. A prefill without cached tokens passes KV in 16 bits.
 
 Legend: N = cp groups, T new tokens, P cached tokens.
 """
@@ -16,6 +16,7 @@ from longspan._cost.rates import Cluster, Shape
 
 ELEMENT = 2  # bytes of an element of weights, activations, keys and values
 WIDE = 4  # bytes of an element of partial results
+_NARROW_RATE = 0.65  # of the bandwidth for KV in 8 bits; on an H200, 0.61 at 32 × 4k and 131k tokens, 0.72 at 64 × 8k
 _RESERVED = 0.1  # share of a device's memory that serving leaves free: activations, buffers, fragmentation
 
 
@@ -25,6 +26,7 @@ class ModelSizes:
 
     Attributes:
         parameters: Parameters that a token uses; `all_parameters`: that memory holds, None for the same.
+        kv_element: Bytes of an element of keys and values in the cache, 1 or 2.
         window, full_layers: Layers without a window are `full_layers`, None for all; the others see `window` tokens.
     """
 
@@ -38,6 +40,7 @@ class ModelSizes:
     all_parameters: float | None = None
     window: int | None = None
     full_layers: int | None = None
+    kv_element: int = ELEMENT
 
     @property
     def weight_bytes(self) -> float:
@@ -52,7 +55,7 @@ class ModelSizes:
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of keys and values of one sequence in all layers."""
         windowed = 0 if self.window is None else (self.layers - self.unbounded_layers) * min(tokens, self.window)
-        return (self.unbounded_layers * tokens + windowed) * 2 * self.kv_heads * self.head_dim * ELEMENT
+        return (self.unbounded_layers * tokens + windowed) * 2 * self.kv_heads * self.head_dim * self.kv_element
 
 
 MODELS = {
@@ -160,6 +163,7 @@ def decode_time(model: ModelSizes, group: ServingGroup, context: int, batch: int
     read = min(batch * model.parameters, model.weight_bytes / ELEMENT)  # of a mixture of experts, tokens use different parameters
     weights = max(ELEMENT * read / group.tp / cluster.hbm, 2 * batch * model.parameters / group.tp / cluster.flops)
     cache = batch * model.cache_bytes(context) * group.kv_copies(model) / group.gpus / cluster.hbm
+    cache /= _NARROW_RATE if model.kv_element < ELEMENT else 1.0
     merge = 0.0
     if group.cp > 1:
         bandwidth, latency = group.context_link
@@ -219,7 +223,7 @@ def passed_tensors(model: ModelSizes, group: ServingGroup, new: int, cached: int
     bandwidth, latency = group.context_link
     pairs = new / n * (cached + new / 2) / n
     compute = device.flops(pairs) / cluster.flops + cluster.kernel.launch
-    q_bytes, kv_bytes = new / n * device.q_bytes, (cached + new) / n * device.kv_bytes
+    q_bytes, kv_bytes = new / n * device.q_bytes, (cached + new) / n * device.kv_bytes * model.kv_element / ELEMENT
     returned = (n - 1) * new / n * device.heads * (device.head_dim * ELEMENT + WIDE)
     ring = [compute + (n - 1) * max(compute, latency + size / bandwidth) for size in (kv_bytes, q_bytes)]
     return PassedTensors(kv=ring[0], q=ring[1] + latency + returned / bandwidth)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from longspan.cli import files, parse
 from longspan.cli.app import PLAN_ERRORS, UsageError, describe, usage_errors
 
 
-def predict(*, model: str, context: int, batch: int, gpus: int, cluster: str, tp: int | None, html: Path | None) -> None:
+def predict(*, model: str, context: int, batch: int, gpus: int, cluster: str, tp: int | None, kv_bits: str, html: Path | None) -> None:
     """Print the serving report, and write its page if asked for."""
     if html is not None:
         files.check(html, "--html")
@@ -21,12 +22,15 @@ def predict(*, model: str, context: int, batch: int, gpus: int, cluster: str, tp
 
     if model not in MODELS:
         raise UsageError(f"--model: expected one of {', '.join(MODELS)}, got {model!r}")
+    if kv_bits not in ("8", "16"):
+        raise UsageError(f"--kv-bits: expected 8 or 16, got {kv_bits!r}")
     try:
         profile: Any = profile_of(cluster)
     except (ValueError, OSError) as error:
         raise UsageError(f"--cluster: {describe(error).removeprefix('cluster: ')}") from None
     try:
-        made = plan_serving(MODELS[model], profile, gpus=gpus, context=context, batch=batch, tp=tp)
+        sizes = replace(MODELS[model], kv_element=int(kv_bits) // 8)
+        made = plan_serving(sizes, profile, gpus=gpus, context=context, batch=batch, tp=tp)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
     if made.group.cp > parse.MAX_PLANNED:
