@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,26 @@ def test_a_checkpoint_generates_the_tokens_of_eager_attention_until_its_end_toke
     assert text() == words[:3]  # a special token is not printed
 
 
+@pytest.mark.parametrize(("given", "dtype"), [([], None), (["--kv-bits", "8"], torch.float8_e4m3fn)])
+def test_the_cache_holds_the_bits_that_are_asked_for(
+    given: list[str], dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from longspan.integrations import generation
+
+    made: list[torch.dtype | None] = []
+
+    class Noted(generation.PagedCache):
+        def __init__(self, *args: Any, dtype: torch.dtype | None = None, **options: Any) -> None:
+            made.append(dtype)
+            super().__init__(*args, dtype=dtype, **options)
+
+    monkeypatch.setattr(generation, "PagedCache", Noted)
+    assert run(["generate", *"--context 20 --new 3 --page-size 4 --chunk 7".split(), *given]) == 0
+    assert made == [dtype]
+    assert run(["generate", "--kv-bits", "4"]) == 2
+    assert "--kv-bits: expected 8" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_0_prints_and_no_other(rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from longspan.cli.generate import _generate
@@ -74,6 +95,15 @@ def test_rank_0_prints_and_no_other(rank: int, monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
     monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=object()))
     monkeypatch.setattr(generation, "generate", lambda *_, **__: "3 tokens/s")
-    request = {"checkpoint": None, "prompt": "a", "seed": 0, "new_tokens": 2, "chunk": 3, "temperature": 0.0, "page_size": 4}
+    request = {
+        "checkpoint": None,
+        "prompt": "a",
+        "seed": 0,
+        "new_tokens": 2,
+        "chunk": 3,
+        "temperature": 0.0,
+        "page_size": 4,
+        "kv_bits": None,
+    }
     assert _generate(torch.device("cpu"), request) == 0
     assert capsys.readouterr().err.strip() == ("3 tokens/s; 2 processes, cpu" if rank == 0 else "")
