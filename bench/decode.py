@@ -38,7 +38,7 @@ DEVICE, DTYPE = "cuda", torch.bfloat16
 class Row:
     """One problem: tokens of each sequence, new tokens of each, page size (0: contiguous), and options of the call by name.
 
-    latent: one KV head of LATENT elements, whose first elements are values. narrow: pages hold 8-bit elements.
+    latent: one KV head of LATENT elements, whose first elements are values. fp8: pages hold FP8 elements.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Row:
     options: Callable[[int], dict[str, Any]] = field(default=lambda longest: {})
     heads: int = HEADS
     latent: bool = False
-    narrow: bool = False
+    fp8: bool = False
 
     @property
     def kv_heads(self) -> int:
@@ -62,7 +62,7 @@ class Row:
     @property
     def gigabytes(self) -> float:
         stored = self.dims[0] if self.latent else sum(self.dims)
-        return sum(self.lengths) * self.kv_heads * stored * (1 if self.narrow else DTYPE.itemsize) / 1e9
+        return sum(self.lengths) * self.kv_heads * stored * (1 if self.fp8 else DTYPE.itemsize) / 1e9
 
     @property
     def teraflops(self) -> float:
@@ -115,10 +115,10 @@ ROWS = [
     Row(name="32 x 4k, captured bias, pages of 64", lengths=[4096] * 32, page_size=64, options=biased),
     Row(name="4 queries, 32 x 4k, causal, pages of 64", lengths=[4096] * 32, queries=4, page_size=64, options=causal),
     *(
-        Row(name=f"8 bits, {name}, pages of 64", lengths=lengths, page_size=64, narrow=True)
+        Row(name=f"FP8, {name}, pages of 64", lengths=lengths, page_size=64, fp8=True)
         for name, lengths in (("32 x 4k", [4096] * 32), ("64 x 8k", [8192] * 64), ("1 x 131k", [131072]), ("1 x 1k", [1024]))
     ),
-    Row(name="8 bits, chunk of 512 over 131k, pages of 64", lengths=[131072], queries=512, page_size=64, options=causal, narrow=True),
+    Row(name="FP8, chunk of 512 over 131k, pages of 64", lengths=[131072], queries=512, page_size=64, options=causal, fp8=True),
     *(
         Row(name=f"MLA, {heads} heads, {name}, pages of 64", lengths=lengths, page_size=64, heads=heads, latent=True)
         for heads in (16, 64, 128)
@@ -187,7 +187,7 @@ def paged_calls(row: Row) -> dict[str, Callable[[], Any]]:
     pages = sum(-(-length // row.page_size) for length in row.lengths)
     cache = ls.KVCache(
         pages=pages, page_size=row.page_size, layers=1, kv_heads=row.kv_heads, head_dim=row.dims[0], value_dim=row.dims[1],
-        shared_kv=row.latent, dtype=torch.float8_e4m3fn if row.narrow else DTYPE, device=DEVICE,
+        shared_kv=row.latent, dtype=torch.float8_e4m3fn if row.fp8 else DTYPE, device=DEVICE,
     )  # fmt: skip
     for pages_of_kv in (cache._k,) if row.latent else (cache._k, cache._v):
         pages_of_kv.copy_(torch.randn(pages_of_kv.shape, device=DEVICE, dtype=DTYPE))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import longspan as ls
-from longspan._kernels.paged import in_8_bits
+from longspan._kernels.paged import to_fp8
 from longspan._kernels.protocol import state_dtype
 from longspan.testing import oracle
 
@@ -114,7 +114,7 @@ class Case:
         self.shared = rng.random() < 0.25
         if self.shared:  # latent vectors of MLA: values are the first elements of keys
             self.dims = (self.dims[1] + rng.choice([0, 16, 32] if self.few_kernels else [0, 8, 16]), self.dims[1])
-        self.scales: tuple[float, float] | None = None  # of pages in 8 bits
+        self.scales: tuple[float, float] | None = None  # of FP8 pages
         kind = random.Random(f"8 bits, {seed // group}")
         if not self.shared and kind.random() < 0.3:
             self.scales = kind.choice([0.0625, 0.01, 0.3]), kind.choice([0.0625, 0.02, 1.0])
@@ -203,7 +203,7 @@ class Case:
                 old_k, old_v = self.models[sequence_id].layers[layer]
                 held = part(k), part(v)
                 if self.scales:
-                    held = tuple(in_8_bits(x, scale).double() * scale for x, scale in zip(held, self.scales))
+                    held = tuple(to_fp8(x, scale).double() * scale for x, scale in zip(held, self.scales))
                 new = torch.cat([old_k, held[0]], 1), torch.cat([old_v, held[1]], 1)
                 self.models[sequence_id].layers[layer] = new
                 if count:

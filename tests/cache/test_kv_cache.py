@@ -171,6 +171,8 @@ def test_a_step_that_fails_changes_nothing_and_may_be_repeated(at: str, monkeypa
 class OutOfMemory:
     """Pages of which no page can be read."""
 
+    dtype = torch.float32
+
     def __getitem__(self, index: Any) -> Tensor:
         return out_of_memory()
 

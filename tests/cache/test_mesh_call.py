@@ -43,7 +43,7 @@ def test_kv_is_passed_where_it_is_fewer_bytes(length: int, count: int, shared: b
 
 
 @pytest.mark.parametrize(("length", "fewer"), [(10, False), (9, True)])
-def test_kv_of_8_bits_is_half_the_bytes(length: int, fewer: bool) -> None:
+def test_fp8_kv_is_half_the_bytes(length: int, fewer: bool) -> None:
     call = SimpleNamespace(
         q=torch.zeros(1, 4, 7, 16).bfloat16(), heads=4, dim=24, wide=torch.float32, work=paged_work(),
         step=SimpleNamespace(ranges=SimpleNamespace(lengths=(9, length), starts=(8, length - 2), counts=(1, 2))),

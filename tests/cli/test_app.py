@@ -101,7 +101,7 @@ def test_the_device_is_the_gpu_if_there_is_one(available: bool, expected: str, m
 
 DEFAULTS = {
     "checkpoint": None, "prompt": None, "tokens": 256, "temperature": 0.0, "seed": 0, "new_tokens": 64, "chunk": 4096, "page_size": 64,
-    "kv_bits": None,
+    "kv_dtype": None,
 }  # fmt: skip
 
 
@@ -121,9 +121,18 @@ def test_one_process_generates_on_the_current_gpu_or_the_cpu(started: list[Any],
     assert run(["generate"]) == 0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    options = "--context 1k --new 7 --chunk 33 --temperature 0.5 --page-size 64k --kv-bits 8 --seed -3"
+    options = "--context 1k --new 7 --chunk 33 --temperature 0.5 --page-size 64k --kv-dtype fp8 --seed -3"
     assert run(["generate", *options.split()]) == 0
-    given = {**DEFAULTS, "tokens": 1024, "new_tokens": 7, "chunk": 33, "temperature": 0.5, "page_size": 65536, "kv_bits": 8, "seed": -3}
+    given = {
+        **DEFAULTS,
+        "tokens": 1024,
+        "new_tokens": 7,
+        "chunk": 33,
+        "temperature": 0.5,
+        "page_size": 65536,
+        "kv_dtype": torch.float8_e4m3fn,
+        "seed": -3,
+    }
     assert started == [(torch.device("cpu"), DEFAULTS), (torch.device("cuda", 2), given)]
 
 

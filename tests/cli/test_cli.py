@@ -69,9 +69,9 @@ def test_plan_predicts_serving_and_writes_the_page(capsys: Any, tmp_path: Path) 
         (["--serve", "--tokens", "1M"], "--tokens not supported with --serve"),
         (["--serve", "--tp", "3", "--gpus", "8"], "longspan plan: --tp: expected a divisor of 8 devices"),
         (["--context", "1M"], "expected --serve with them"),
-        (["--kv-bits", "8"], "expected --serve with them"),
-        (["--serve", "--kv-bits", "4"], "--kv-bits: expected 8 or 16, got '4'"),
-        (["--samples", "3k*60", "--kv-bits", "8"], "--kv-bits not supported with --samples"),
+        (["--kv-dtype", "fp8"], "expected --serve with them"),
+        (["--serve", "--kv-dtype", "int8"], "--kv-dtype: expected one of bf16, fp8, got 'int8'"),
+        (["--samples", "3k*60", "--kv-dtype", "fp8"], "--kv-dtype not supported with --samples"),
         (["--serve", "--gpus", "100k"], "--gpus: expected at most 512 devices that share a sequence, got 102400 devices, 8 of which"),
     ],
 )

@@ -66,8 +66,8 @@ def test_a_checkpoint_generates_the_tokens_of_eager_attention_until_its_end_toke
     assert text() == words[:3]  # a special token is not printed
 
 
-@pytest.mark.parametrize(("given", "dtype"), [([], None), (["--kv-bits", "8"], torch.float8_e4m3fn)])
-def test_the_cache_holds_the_bits_that_are_asked_for(
+@pytest.mark.parametrize(("given", "dtype"), [([], None), (["--kv-dtype", "fp8"], torch.float8_e4m3fn)])
+def test_the_cache_has_the_dtype_of_the_option(
     given: list[str], dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from longspan.integrations import generation
@@ -82,8 +82,8 @@ def test_the_cache_holds_the_bits_that_are_asked_for(
     monkeypatch.setattr(generation, "PagedCache", Noted)
     assert run(["generate", *"--context 20 --new 3 --page-size 4 --chunk 7".split(), *given]) == 0
     assert made == [dtype]
-    assert run(["generate", "--kv-bits", "4"]) == 2
-    assert "--kv-bits: expected 8" in capsys.readouterr().err
+    assert run(["generate", "--kv-dtype", "int8"]) == 2
+    assert "--kv-dtype: expected fp8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -103,7 +103,7 @@ def test_rank_0_prints_and_no_other(rank: int, monkeypatch: pytest.MonkeyPatch, 
         "chunk": 3,
         "temperature": 0.0,
         "page_size": 4,
-        "kv_bits": None,
+        "kv_dtype": None,
     }
     assert _generate(torch.device("cpu"), request) == 0
     assert capsys.readouterr().err.strip() == ("3 tokens/s; 2 processes, cpu" if rank == 0 else "")

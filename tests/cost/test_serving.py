@@ -52,22 +52,22 @@ def test_a_ring_of_four_takes_three_transfers_and_queries_also_return_results() 
     assert got.q == pytest.approx(compute + 3 * max(compute, q) + returned, rel=1e-9)
 
 
-def test_kv_in_8_bits_is_half_the_cache_and_half_the_passed_kv() -> None:
+def test_fp8_kv_is_half_the_cache_and_half_the_passed_kv() -> None:
     group = ServingGroup(cluster=cluster("h200"), tp=8, cp=2)
-    wide, narrow = MODELS["qwen3-8b"], replace(MODELS["qwen3-8b"], kv_element=1)
-    plans = [plan_serving(model, group.cluster, gpus=16, context=2**20, batch=4, tp=8) for model in (wide, narrow)]
+    wide, fp8 = MODELS["qwen3-8b"], replace(MODELS["qwen3-8b"], kv_element=1)
+    plans = [plan_serving(model, group.cluster, gpus=16, context=2**20, batch=4, tp=8) for model in (wide, fp8)]
     caches, weights = ([getattr(p.memory, name) for p in plans] for name in ("cache_per_sequence", "weights"))
     assert caches[0] == 2 * caches[1] and weights[0] == weights[1]
     assert plans[0].memory.largest_batch == 13 and plans[1].memory.largest_batch == 27
     launches = wide.layers * group.cluster.kernel.launch
-    times = [decode_time(model, group, 2**20, 4) for model in (wide, narrow)]
+    times = [decode_time(model, group, 2**20, 4) for model in (wide, fp8)]
     assert (times[1].cache - launches) / (times[0].cache - launches) == pytest.approx(0.5 / 0.65)
     assert times[0].weights == times[1].weights and times[0].merge == times[1].merge
     bandwidth, _ = group.context_link
-    got, exact = (passed_tensors(model, group, 64, 2**20) for model in (narrow, wide))
+    got, exact = (passed_tensors(model, group, 64, 2**20) for model in (fp8, wide))
     assert got.q == exact.q
     assert exact.kv - got.kv == pytest.approx((2**20 + 64) / 2 * 128 * 2 / bandwidth, rel=1e-6)
-    assert "KV in 8 bits" in str(plans[1]) and "bits" not in str(plans[0])
+    assert "FP8 KV" in str(plans[1]) and "FP8" not in str(plans[0])
 
 
 def test_passing_kv_wins_before_both_pass_as_many_bytes() -> None:

@@ -23,7 +23,7 @@ from transformers import DynamicCache
 
 import longspan.integrations.transformers as lst
 from longspan._cache.kv_cache import KVCache
-from longspan._kernels.paged import in_8_bits
+from longspan._kernels.paged import to_fp8
 from longspan.integrations._paged_attention import absorbed
 from longspan.testing import virtual_world
 
@@ -73,15 +73,15 @@ def test_sampled_and_assisted_tokens_equal_those_of_a_dynamic_cache() -> None:
 
 
 class RoundedCache(DynamicCache):
-    """transformers' own cache, of keys and values that are rounded to 8 bits."""
+    """transformers' own cache, of keys and values rounded to FP8."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        k, v = (in_8_bits(x, 1.0).to(x.dtype) for x in (key_states, value_states))
+        k, v = (to_fp8(x, 1.0).to(x.dtype) for x in (key_states, value_states))
         return super().update(k, v, *args, **kwargs)
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gpt_oss"])
-def test_logits_over_pages_in_8_bits_are_those_of_a_cache_rounded_to_8_bits(kind: str) -> None:
+def test_logits_over_fp8_pages_are_those_of_a_cache_rounded_to_fp8(kind: str) -> None:
     model, eager, ids = decoding_model(kind, "longspan"), decoding_model(kind, "eager"), prompts()["input_ids"]
 
     @torch.no_grad()

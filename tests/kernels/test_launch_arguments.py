@@ -26,7 +26,7 @@ from tests.kernels.shards import work_of
 import longspan as ls
 from longspan._kernels.gpu import codegen, hoisted_lookups, launch
 from longspan._kernels.gpu.split_kernel import SplitKernel
-from longspan._kernels.paged import EIGHT_BITS, PagedKV, PagedWork, query_ranges
+from longspan._kernels.paged import FP8, PagedKV, PagedWork, query_ranges
 from longspan._kernels.protocol import AttentionInputs, Selection, State
 from longspan._kernels.triton import config, decode_call, decode_launch, gather_pages, gathered_call, passes
 from longspan._kernels.triton.decode import decode_kernel
@@ -139,7 +139,7 @@ def decode_pages(
     table = torch.zeros(len(counts), 23, dtype=torch.int32)
     v = k[..., : dims[1]] if shared else torch.zeros(7, heads[1], page, dims[1], dtype=dtype)
     if scales is not None:
-        k, v = k.to(EIGHT_BITS), v.to(EIGHT_BITS)
+        k, v = k.to(FP8), v.to(FP8)
     pages = PagedKV(k=k, v=v, table=table, shared=shared, scales=scales)
     tokens = tuple(torch.zeros(n, heads[1], count, dim, dtype=dtype) for dim in dims) if new else None
     queries = decode_call.Queries(q, ranges, ragged, tokens, by)  # type: ignore[arg-type]
@@ -201,8 +201,8 @@ DECODE: dict[str, Callable[[], Any]] = {
     "documents": lambda: decode_pages([600], [1], work=paged_work(DOCUMENTS)),
     "other documents": lambda: decode_pages([600], [1], work=paged_work(ls.documents(ids=IDS) & ~ls.causal())),
     "counts that differ": lambda: decode_pages([5000] * 50, [4] + [1] * 49, heads=(32, 4)),
-    "8 bits": lambda: decode_pages([600, 80], [1, 1], new=True, scales=(0.5, 2.0), work=paged_work(scales=(0.5, 2.0))),
-    "8 bits of 17 rows": lambda: decode_pages([600], [6], scales=(0.5, 2.0), work=paged_work(scales=(0.5, 2.0))),
+    "FP8": lambda: decode_pages([600, 80], [1, 1], new=True, scales=(0.5, 2.0), work=paged_work(scales=(0.5, 2.0))),
+    "FP8 of 17 rows": lambda: decode_pages([600], [6], scales=(0.5, 2.0), work=paged_work(scales=(0.5, 2.0))),
     "64 new tokens": lambda: decode_pages([600, 80], [64, 2], new=True),
     "split kernel of lengths that differ": lambda: decode_pages([9000, 90_000, 7] * 30, [1] * 90, heads=(128, 1), by=BY, **LATENT),
     "split kernel of two tokens": lambda: decode_pages([9000] * 70, [2] * 70, heads=(128, 2), by=BY, **LATENT),
@@ -364,7 +364,7 @@ def decode_tiles() -> Any:
     dims: Iterable[Any] = itertools.product((64, 128, 256, 512), (FP32, BF16), (16, 17, 32, 33, 63, 64), (4.0, 4.1))
     tiles = [choose_tile(dim=dim, dtype=dtype, rows=rows, waves=waves) for dim, dtype, rows, waves in dims]
     tiles += [
-        choose_tile(dim=dim, dtype=dtype, rows=rows, waves=1.0, narrow=True)
+        choose_tile(dim=dim, dtype=dtype, rows=rows, waves=1.0, fp8=True)
         for dim in (64, 128, 256)
         for dtype in (FP32, FP16)
         for rows in (16, 32)
@@ -439,7 +439,7 @@ def test_devices_dtypes_and_programs_that_decode_kernels_support(monkeypatch: py
     for capability, wanted in (((7, 5), f"tensors on cpu: {words}"), ((8, 0), None), ((9, 0), None)):
         monkeypatch.setattr(decode_call, "capability", lambda device, capability=capability: capability)
         assert reason(device) == wanted
-    words = "KV in 8 bits on cpu: expected a CUDA device of compute capability 8.9 or later"
+    words = "FP8 KV on cpu: expected a CUDA device of compute capability 8.9 or later"
     for capability, wanted in (((8, 6), words), ((8, 9), None), ((9, 0), None)):
         monkeypatch.setattr(decode_call, "capability", lambda device, capability=capability: capability)
         assert reason(device, paged_work(scales=(1.0, 1.0))) == wanted

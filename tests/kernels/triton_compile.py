@@ -125,13 +125,13 @@ def check_rounding() -> None:
             raise SystemExit(f"{other} in the mask's code: its last bit may be another than torch's")
 
 
-def compile_decode(target: int, page_size: int, rows: int, *, latent: bool = False, merges: bool = False, narrow: bool = False) -> int:
+def compile_decode(target: int, page_size: int, rows: int, *, latent: bool = False, merges: bool = False, fp8: bool = False) -> int:
     """Compile the decode kernel for pages, with programs; returns bytes of shared memory. latent: keys of 512 + 64 elements hold values.
     merges: its last CTA of a tile merges partial results. Otherwise, of 16 rows, a CTA computes a group of splits and stores results.
-    narrow: pages hold 8-bit elements.
+    fp8: pages hold FP8 elements.
     """
     dim = 512 if latent else 128
-    tile = choose_tile(dim=dim, dtype=torch.bfloat16, rows=rows, waves=1.0, narrow=narrow)
+    tile = choose_tile(dim=dim, dtype=torch.bfloat16, rows=rows, waves=1.0, fp8=fp8)
     program, direct = trace(score, "score").program, rows == 16 and not latent and not merges
     early = early_options(program, replace(OPTIONS, direct=True))
     known: dict[str, Any] = {
@@ -141,15 +141,15 @@ def compile_decode(target: int, page_size: int, rows: int, *, latent: bool = Fal
         "SAFE_DIM": 128, "TMA": tile.tma, "PRECISION": "tf32", "EARLY": target >= 90, "flags_ptr": None,
         "GROUPED": direct, "DIRECT": direct, "MASK_LOOKUPS": None,
         "SCORE_LOOKUPS": early_function(program, early), "SPLITS": 8, "MERGED_ROWS": 4 if merges else 0,
-        "K_SCALE": 0.5 if narrow else None, "V_SCALE": 0.5 if narrow else None,
+        "K_SCALE": 0.5 if fp8 else None, "V_SCALE": 0.5 if fp8 else None,
     }  # fmt: skip
     if not merges:
         known["counters_ptr"] = None
         known |= {} if direct else dict.fromkeys(("out_ptr", "lse_ptr", "sink_ptr"))
     kinds: dict[str, Any] = {
         "q_ptr": "*bf16",
-        "k_ptr": "*fp8e4nv" if narrow else "*bf16",
-        "v_ptr": "*fp8e4nv" if narrow else "*bf16",
+        "k_ptr": "*fp8e4nv" if fp8 else "*bf16",
+        "v_ptr": "*fp8e4nv" if fp8 else "*bf16",
         "k_new_ptr": "*bf16",
         "v_new_ptr": "*bf16",
         "out_ptr": "*bf16",
@@ -183,7 +183,7 @@ def compile_decode(target: int, page_size: int, rows: int, *, latent: bool = Fal
 def main() -> None:
     check_rounding()
     print(f"sm_90 decode_kernel that merges: {compile_decode(90, 64, 16, merges=True)} bytes", flush=True)
-    print(f"sm_90 decode_kernel of 8-bit pages: {compile_decode(90, 64, 16, narrow=True)} bytes", flush=True)
+    print(f"sm_90 decode_kernel of FP8 pages: {compile_decode(90, 64, 16, fp8=True)} bytes", flush=True)
     for target, page_size, rows in [(90, 64, 16), (80, 16, 16), (90, 16, 64)] * ("--all" in sys.argv):
         print(f"sm_{target} decode_kernel, pages of {page_size}, {rows} rows: {compile_decode(target, page_size, rows)} bytes", flush=True)
     if "--all" in sys.argv:

@@ -28,7 +28,7 @@ from longspan._cache.sequence import CachedSequence
 from longspan._cache.step import CacheStep
 from longspan._comm.agreement import raising_on_all_ranks
 from longspan._comm.mesh import context_mesh
-from longspan._kernels.paged import EIGHT_BITS, PagedKV, QueryRanges, SpreadPages, indexable, query_ranges
+from longspan._kernels.paged import FP8, PagedKV, QueryRanges, SpreadPages, indexable, query_ranges
 from longspan._torch_modes import default_modes
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -51,8 +51,8 @@ class KVCache(DeepCopied):
             v = k[..., :value_dim] then.
         window: No token sees further back than the last `window` tokens, itself included: pages before are given back. A mask that
             reaches further raises.
-        dtype: Of keys and values; torch's default dtype if None. With `torch.float8_e4m3fn`, a token takes a byte per element: pages hold
-            k / k_scale and v / v_scale, rounded to 8 bits, of q, k and v in another dtype. Elements beyond ±448 scales become ±448 scales.
+        dtype: Of keys and values; torch's default dtype if None. With `torch.float8_e4m3fn`, pages store one byte per element,
+            k / k_scale and v / v_scale rounded to nearest; q, k and v have another dtype. Finite elements are clamped to ±448 · scale.
         k_scale, v_scale: Positive; only for `torch.float8_e4m3fn`. For scales per layer, pass k / a and v / b to `attention` with
             scale = a · scale, and multiply its output by b.
         device: Of keys and values; torch's default device if None.
@@ -97,8 +97,8 @@ class KVCache(DeepCopied):
         pages, self.page_size, self.layers, self.kv_heads, self.head_dim = checked.values()
         self.value_dim = self.head_dim if value_dim is None else integer(value_dim, "value_dim", least=1)
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
-        if self.dtype not in (*_DTYPES, EIGHT_BITS):
-            raise ValueError(f"dtype: expected one of {', '.join(map(str, (*_DTYPES, EIGHT_BITS)))}, got {dtype}")
+        if self.dtype not in (*_DTYPES, FP8):
+            raise ValueError(f"dtype: expected one of {', '.join(map(str, (*_DTYPES, FP8)))}, got {dtype}")
         self.scales = _checked_scales(k_scale, v_scale, self.dtype)
         self.window = None if window is None else integer(window, "window", least=1)
         self.shared_kv = bool(shared_kv)
@@ -137,7 +137,7 @@ class KVCache(DeepCopied):
     def __getstate__(self) -> dict[str, Any]:
         own = {"prepared", "_first_layer", "_v" if self.shared_kv else ""}  # addresses of this cache's memory, and a view of it
         state = {name: value for name, value in vars(self).items() if name not in own}
-        if self.scales is not None:  # pickle does not support tensors of 8-bit floats
+        if self.scales is not None:  # pickle does not support tensors of FP8
             state |= {"_k": indexable(self._k), "_v": indexable(self._v)}
         return state
 
@@ -283,7 +283,7 @@ class KVCache(DeepCopied):
         ranges, (changed, moved) = query_ranges(starts, lengths, [s.row for s in sequences], host, self.device, spread)
         if copies:
             for x in (self._k,) if self.shared_kv else (self._k, self._v):
-                elements = x if self.scales is None else indexable(x)
+                elements = indexable(x)
                 elements[:, moved[:, 1]] = elements[:, moved[:, 0]]
         if updates:
             self._table[changed[:, 0], changed[:, 1]] = changed[:, 2].int()
@@ -452,10 +452,10 @@ def _checked_scales(k_scale: Any, v_scale: Any, dtype: torch.dtype) -> tuple[flo
         scale = float(scale)
         if not 2.0**-100 <= scale <= 2.0**100:
             raise ValueError(f"{name}: expected a number from 2**-100 to 2**100, got {scale}")
-        if dtype != EIGHT_BITS and scale != 1:
-            raise ValueError(f"{name}: expected 1 for {dtype}, got {scale}: only {EIGHT_BITS} has scales")
+        if dtype != FP8 and scale != 1:
+            raise ValueError(f"{name}: expected 1 for {dtype}, got {scale}: only {FP8} has scales")
         scales.append(scale)
-    return (scales[0], scales[1]) if dtype == EIGHT_BITS else None
+    return (scales[0], scales[1]) if dtype == FP8 else None
 
 
 def _starts_in(v: Tensor, k: Tensor) -> bool:

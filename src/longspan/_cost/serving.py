@@ -1,8 +1,8 @@
 """Serving, predicted: time to first token, time per token, memory, and which tensors a chunked prefill passes.
 
 Devices are tp × cp: tp devices share heads and weights inside a node, cp groups of them share each sequence's KV. Assumptions: matrix
-products run at the attention kernel's best measured rate; reading weights and KV reaches the copy bandwidth, KV in 8 bits a share of it;
-tp groups sum activations twice per layer by a ring all-reduce, which nothing hides. A prefill without cached tokens passes KV in 16 bits.
+products run at the attention kernel's best measured rate; weights and KV are read at the copy bandwidth, FP8 KV at a share of it;
+tp groups sum activations twice per layer by a ring all-reduce, which nothing hides. A prefill without cached tokens passes KV in bfloat16.
 
 Legend: N = cp groups, T new tokens, P cached tokens.
 """
@@ -16,7 +16,7 @@ from longspan._cost.rates import Cluster, Shape
 
 ELEMENT = 2  # bytes of an element of weights, activations, keys and values
 WIDE = 4  # bytes of an element of partial results
-_NARROW_RATE = 0.65  # of the bandwidth for KV in 8 bits; on an H200, 0.61 at 32 × 4k and 131k tokens, 0.72 at 64 × 8k
+_FP8_RATE = 0.65  # of the copy bandwidth, for FP8 KV; on an H200, 0.61 at 32 × 4k and 131k tokens, 0.72 at 64 × 8k
 _RESERVED = 0.1  # share of a device's memory that serving leaves free: activations, buffers, fragmentation
 
 
@@ -163,7 +163,7 @@ def decode_time(model: ModelSizes, group: ServingGroup, context: int, batch: int
     read = min(batch * model.parameters, model.weight_bytes / ELEMENT)  # of a mixture of experts, tokens use different parameters
     weights = max(ELEMENT * read / group.tp / cluster.hbm, 2 * batch * model.parameters / group.tp / cluster.flops)
     cache = batch * model.cache_bytes(context) * group.kv_copies(model) / group.gpus / cluster.hbm
-    cache /= _NARROW_RATE if model.kv_element < ELEMENT else 1.0
+    cache /= _FP8_RATE if model.kv_element < ELEMENT else 1.0
     merge = 0.0
     if group.cp > 1:
         bandwidth, latency = group.context_link

@@ -58,7 +58,7 @@ class _MeshCall:
         self.by_kernel = by_kernel
         self.queries, self.pages, self.work, self.mesh, self.kernel, self.with_lse = queries, pages, work, mesh, kernel, with_lse
         self.q, self.step, layer = queries
-        self.what = f"{_WHAT} of {pages.k.dtype}"  # on which depends what is passed
+        self.what = f"{_WHAT} of {pages.k.dtype}"  # ranks choose the exchange by the dtype
         self.wide, self.heads, self.dim = state_dtype(self.q.dtype), self.q.shape[1], pages.v.shape[-1]
         ranges, cache = self.step.ranges, self.step.cache
         assert ranges.spread is not None

@@ -18,19 +18,19 @@ from longspan._kernels.protocol import state_dtype
 from longspan._masks.program import Program
 
 FEW_QUERIES = 64  # most new tokens of a sequence that the decode kernels compute
-EIGHT_BITS = torch.float8_e4m3fn
-_LARGEST = 448.0  # of EIGHT_BITS
+FP8 = torch.float8_e4m3fn
+_LARGEST = 448.0  # of FP8
 
 
-def in_8_bits(x: Tensor, scale: float) -> Tensor:
-    """The elements of x / scale in 8 bits, rounded to nearest. Finite ones beyond the range become its ends, inf and NaN become NaN."""
+def to_fp8(x: Tensor, scale: float) -> Tensor:
+    """x / scale in FP8, rounded to nearest. Finite elements are clamped to the range of FP8; inf and NaN become NaN."""
     x = x.to(state_dtype(x.dtype))
-    return torch.where(x.isfinite(), (x * (1.0 / scale)).clamp(-_LARGEST, _LARGEST), torch.nan).to(EIGHT_BITS)
+    return torch.where(x.isfinite(), (x * (1.0 / scale)).clamp(-_LARGEST, _LARGEST), torch.nan).to(FP8)
 
 
 def indexable(x: Tensor) -> Tensor:
-    """The tensor; of 8 bits, as bytes: not every indexing operation supports 8-bit floats."""
-    return x.view(torch.uint8) if x.dtype == EIGHT_BITS else x
+    """The tensor; an FP8 tensor as bytes, because not every indexing operation supports FP8."""
+    return x.view(torch.uint8) if x.dtype == FP8 else x
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ class PagedKV:
     """Keys and values of one layer. `table` [rows, width], int32: page of each `page_size` tokens of a sequence.
 
     shared: v is k[..., :E], the same memory.
-    scales: of EIGHT_BITS: keys are k · scales[0], values v · scales[1]; None for other dtypes.
+    scales: of FP8 pages: keys are k · scales[0], values v · scales[1]; None for other dtypes.
     """
 
     k: Tensor
@@ -181,7 +181,7 @@ class PagedKV:
         if ranges.local_tokens is not None:
             rows, positions, k, v = (x[ranges.local_tokens] for x in (rows, positions, k, v))
         if self.scales is not None:
-            k, v = (indexable(in_8_bits(x, scale)) for x, scale in zip((k, v), self.scales, strict=True))
+            k, v = (indexable(to_fp8(x, scale)) for x, scale in zip((k, v), self.scales, strict=True))
         page = self.table[rows, positions // self.page_size]
         offset = positions % self.page_size
         indexable(self.k)[page, :, offset] = k

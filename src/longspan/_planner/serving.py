@@ -98,10 +98,10 @@ class ServingPlan:
     @property
     def words(self) -> str:
         """The problem in words."""
-        group, bits = self.group, 8 * self.model.kv_element
+        group = self.group
         return (
             f"{self.model.name}, {self.batch} × {self.context} tokens on {group.gpus} devices: {group.tp} share heads × {group.cp} share KV"
-            + ("" if bits == 16 else f", KV in {bits} bits")
+            + (", FP8 KV" if self.model.kv_element == 1 else "")
         )
 
     def __str__(self) -> str:

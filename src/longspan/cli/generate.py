@@ -23,7 +23,7 @@ def generate(
     chunk: Annotated[str, typer.Option(help="prompt tokens per forward pass")] = "4096",
     temperature: Annotated[float, typer.Option(help="0 for the most likely token")] = 0.0,
     page_size: Annotated[str, typer.Option(help="tokens per page of the KV cache")] = "64",
-    kv_bits: Annotated[str | None, typer.Option(help="8: hold the KV cache in 8 bits; default: in the model's dtype")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="dtype of the KV cache: fp8; default: the model's")] = None,
     processes: Annotated[str, typer.Option(help="processes that share the KV cache; under torchrun: torchrun's")] = "1",
     seed: Annotated[int, typer.Option(help="of random weights, prompts and sampling")] = 0,
 ) -> int:
@@ -46,8 +46,8 @@ def generate(
     counts["page_size"] = parse.count(page_size, "--page-size")
     if counts["page_size"] > MAX_PAGE:
         raise UsageError(f"--page-size: expected at most {MAX_PAGE} tokens, got {page_size}")
-    if kv_bits not in (None, "8"):
-        raise UsageError(f"--kv-bits: expected 8, or no --kv-bits for the model's dtype, got {kv_bits!r}")
+    if kv_dtype not in (None, "fp8"):
+        raise UsageError(f"--kv-dtype: expected fp8, or no --kv-dtype for the model's dtype, got {kv_dtype!r}")
     parse.seed(seed)
     tokens, ranks = parse.count(context or "256", "--context"), parse.processes(processes)
 
@@ -55,8 +55,15 @@ def generate(
 
     from longspan._training import launch
 
-    request = {"checkpoint": checkpoint, "prompt": prompt, "tokens": tokens, "temperature": temperature, "seed": seed, **counts}
-    request["kv_bits"] = None if kv_bits is None else int(kv_bits)
+    request: dict[str, Any] = {
+        "checkpoint": checkpoint,
+        "prompt": prompt,
+        "tokens": tokens,
+        "temperature": temperature,
+        "seed": seed,
+        **counts,
+    }
+    request["kv_dtype"] = None if kv_dtype is None else torch.float8_e4m3fn
     if launch.world_size(ranks) == 1:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         return _generate(device, request)
@@ -88,7 +95,7 @@ def _generate(device: Any, request: dict[str, Any]) -> int:
         ids = tokenizer.encode(request["prompt"])
     options = generation.GenerateOptions(
         stop=frozenset() if request["checkpoint"] is None else generation.stop_tokens(model, tokenizer), seed=seed,
-        **{name: request[name] for name in ("new_tokens", "chunk", "temperature", "page_size", "kv_bits")},
+        **{name: request[name] for name in ("new_tokens", "chunk", "temperature", "page_size", "kv_dtype")},
     )  # fmt: skip
     mesh = dist.group.WORLD if dist.is_initialized() else None
     output = _Output(tokenizer, len(ids), options.new_tokens, shown=mesh is None or dist.get_rank() == 0)

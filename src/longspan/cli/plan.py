@@ -58,7 +58,7 @@ def plan(
     model: Annotated[str | None, typer.Option(help="with --serve: qwen3-8b (default), llama3-70b, …; a wrong name lists all")] = None,
     context: Annotated[str | None, typer.Option(help="with --serve: tokens of each sequence; default: 128k")] = None,
     tp: Annotated[str | None, typer.Option(help="with --serve: devices that share heads; default: chosen")] = None,
-    kv_bits: Annotated[str | None, typer.Option(help="with --serve: bits of an element in the KV cache, 8 or 16; default: 16")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="with --serve: dtype of the KV cache, bf16 or fp8; default: bf16")] = None,
     samples: Annotated[str | None, typer.Option(help="plan a step of samples: a file with a length per line, or 200k,9k*12,3k*60")] = None,
     tokens_per_gpu: Annotated[str | None, typer.Option(help="with --samples: tokens that a device holds at once")] = None,
 ) -> None:
@@ -71,7 +71,7 @@ def plan(
         other = {
             "--mask": mask, "--tokens": tokens, "--ulysses": ulysses, "--stragglers": stragglers, "--slow-links": slow_links,
             "--html": html, "--png": png, "--trace": trace, "--explain": explain or None, "--serve": serve or None, "--model": model,
-            "--context": context, "--tp": tp, "--kv-bits": kv_bits,
+            "--context": context, "--tp": tp, "--kv-dtype": kv_dtype,
             "--batch": None if batch == "1" else batch, "--stages": stages, "--overlap": overlap,
         }  # fmt: skip
         given = [name for name, value in other.items() if value is not None]
@@ -93,16 +93,16 @@ def plan(
         given = [name for name, value in training.items() if value is not None]
         if given:
             raise UsageError(
-                f"--serve: {', '.join(given)} not supported with --serve; expected --model, --context, --batch, --gpus, --tp, --kv-bits"
+                f"--serve: {', '.join(given)} not supported with --serve; expected --model, --context, --batch, --gpus, --tp, --kv-dtype"
             )
         serve_plan.predict(
             model=model or "qwen3-8b", context=parse.count(context or "128k", "--context"), batch=parse.count(batch, "--batch"),
             gpus=parse.count(gpus, "--gpus"), cluster=cluster, tp=None if tp is None else parse.count(tp, "--tp"), html=html,
-            kv_bits=kv_bits or "16",
+            kv_dtype=kv_dtype or "bf16",
         )  # fmt: skip
         return
-    if any(value is not None for value in (model, context, tp, kv_bits)):
-        raise UsageError("--model, --context, --tp, --kv-bits: expected --serve with them; without it give --tokens, --heads and --dim")
+    if any(value is not None for value in (model, context, tp, kv_dtype)):
+        raise UsageError("--model, --context, --tp, --kv-dtype: expected --serve with them; without it give --tokens, --heads and --dim")
     mask, tokens, heads, dim = mask or "causal", tokens or "64k", heads or "32/8", dim or "128"
     layout, strategy = layout or "auto", strategy or "auto"
     length, devices = parse.count(tokens, "--tokens"), parse.count(gpus, "--gpus")

@@ -9,8 +9,10 @@ from typing import Any
 from longspan.cli import files, parse
 from longspan.cli.app import PLAN_ERRORS, UsageError, describe, usage_errors
 
+_KV_BYTES = {"bf16": 2, "fp8": 1}  # of an element
 
-def predict(*, model: str, context: int, batch: int, gpus: int, cluster: str, tp: int | None, kv_bits: str, html: Path | None) -> None:
+
+def predict(*, model: str, context: int, batch: int, gpus: int, cluster: str, tp: int | None, kv_dtype: str, html: Path | None) -> None:
     """Print the serving report, and write its page if asked for."""
     if html is not None:
         files.check(html, "--html")
@@ -22,14 +24,14 @@ def predict(*, model: str, context: int, batch: int, gpus: int, cluster: str, tp
 
     if model not in MODELS:
         raise UsageError(f"--model: expected one of {', '.join(MODELS)}, got {model!r}")
-    if kv_bits not in ("8", "16"):
-        raise UsageError(f"--kv-bits: expected 8 or 16, got {kv_bits!r}")
+    if kv_dtype not in _KV_BYTES:
+        raise UsageError(f"--kv-dtype: expected one of {', '.join(_KV_BYTES)}, got {kv_dtype!r}")
     try:
         profile: Any = profile_of(cluster)
     except (ValueError, OSError) as error:
         raise UsageError(f"--cluster: {describe(error).removeprefix('cluster: ')}") from None
     try:
-        sizes = replace(MODELS[model], kv_element=int(kv_bits) // 8)
+        sizes = replace(MODELS[model], kv_element=_KV_BYTES[kv_dtype])
         made = plan_serving(sizes, profile, gpus=gpus, context=context, batch=batch, tp=tp)
     except ValueError as error:
         raise UsageError(f"--{error}") from None

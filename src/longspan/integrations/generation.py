@@ -37,7 +37,7 @@ class GenerateOptions:
         temperature: 0 for the most likely token.
         seed: Of sampling.
         page_size: Tokens per page of the cache.
-        kv_bits: Bits of an element in the cache: 8, or None for the model's dtype.
+        kv_dtype: Of the cache; None for the model's.
         stop: Tokens that end the text.
     """
 
@@ -46,7 +46,7 @@ class GenerateOptions:
     temperature: float = 0.0
     seed: int = 0
     page_size: int = 64
-    kv_bits: int | None = None
+    kv_dtype: torch.dtype | None = None
     stop: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ def generate(
     if prompt.ndim != 2 or prompt.shape[0] != 1 or not prompt.shape[1]:
         raise ValueError(f"generate: expected a prompt [1, S] of 1 or more tokens, got {tuple(prompt.shape)}")
     mesh = None if mesh is None else context_mesh(mesh)
-    cache = PagedCache(model, page_size=options.page_size, mesh=mesh, dtype=torch.float8_e4m3fn if options.kv_bits == 8 else None)
+    cache = PagedCache(model, page_size=options.page_size, mesh=mesh, dtype=options.kv_dtype)
     chooser = torch.Generator().manual_seed(options.seed)
     begin, done = time.perf_counter(), 0
     for chunk in prompt.split(options.chunk, dim=1):

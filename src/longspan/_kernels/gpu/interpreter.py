@@ -19,7 +19,7 @@ def interpreted() -> bool:
 
 
 def computable(tensor: Tensor) -> Tensor:
-    """The tensor, in the interpreter with bfloat16 and 8 bits converted to float32: NumPy has neither."""
+    """The tensor, in the interpreter with bfloat16 and FP8 converted to float32: NumPy has neither."""
     return tensor.float() if interpreted() and tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn) else tensor
 
 

@@ -31,7 +31,7 @@ from longspan._kernels.gpu.device_library import LOG2_E
 from longspan._kernels.gpu.nonfinite_counts import any_nan, count_nonfinite, finite_or_zero
 from longspan._kernels.gpu.tile_access import wide
 from longspan._kernels.triton.decode_merge import add_sink, add_split, final, merge_tile, normalised
-from longspan._kernels.triton.eight_bits import from_pages, in_pages, values_from_pages, values_sum
+from longspan._kernels.triton.fp8 import from_pages, in_pages, values_from_pages, values_sum
 
 _DYNAMIC = [
     "sequences",
@@ -156,7 +156,7 @@ def attend_keys(
     REST: keys have REST elements more than D, whose queries are q_rest [M, RESTP]. SHARED: values are the first D elements of keys, and a
     tile in shared memory is both. TMA: keys come from the descriptors `k_desc` and `rest_desc`. SCORE_LOOKUPS, MASK_LOOKUPS: of
     `decode_kernel`; those of a tile are made one step before, so that the rest of that step and the wait for keys hide their latency.
-    V_SCALE: of values in 8 bits, or None; `scale` includes that of keys.
+    V_SCALE: of FP8 values, or None; `scale` includes that of keys.
     """
     m = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -309,7 +309,7 @@ def decode_kernel(
     them; None: they were written before. EARLY: merge_kernel starts while this kernel runs. flags_ptr: int32 [CTAs, 2]; splits with a flag
     that is not 0 are computed (`gpu.split_kernel`); None: all are. SCORE_LOOKUPS, MASK_LOOKUPS: the functions that make what SCORE and
     MASK read of captured tensors (`gpu.hoisted_lookups`), or None: these read the tensors. K_SCALE, V_SCALE: of keys and values that pages
-    hold in 8 bits, or None for both; `scale` includes K_SCALE.
+    hold in FP8, or None for both; `scale` includes K_SCALE.
     """
     if EARLY and not MERGED_ROWS:
         gdc_launch_dependents()

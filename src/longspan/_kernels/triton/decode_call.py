@@ -58,7 +58,7 @@ def unsupported_reason(q: Tensor, dims: tuple[int, int], work: PagedWork, *, seq
     if not interpreted() and (not q.is_cuda or capability(q.device) < (8, 0)):
         return f"tensors on {q.device}: expected a CUDA device of compute capability 8.0 or later"
     if work.scales is not None and not interpreted() and (torch.version.hip is not None or capability(q.device) < (8, 9)):
-        return f"KV in 8 bits on {q.device}: expected a CUDA device of compute capability 8.9 or later"
+        return f"FP8 KV on {q.device}: expected a CUDA device of compute capability 8.9 or later"
     if shared and (dims[1] > MAX_SHARED_DIM or dims[0] - dims[1] > MAX_HEAD_DIM):
         return f"shared KV of {dims[1]} and {dims[0] - dims[1]} more elements: expected at most {MAX_SHARED_DIM} and {MAX_HEAD_DIM}"
     if not shared and max(dims) > MAX_HEAD_DIM:
@@ -84,7 +84,7 @@ def split_rule(kv_heads: int, *, shared: bool, heads: int, by: SplitKernel | Non
 
 def write_tokens(pages: PagedKV, k: Tensor, v: Tensor, ranges: QueryRanges) -> None:
     """Write new tokens k [n, G, count, D] or [1, G, T, D], and v alike, into their pages, in one launch."""
-    if pages.scales is not None and interpreted():  # which truncates to 8 bits
+    if pages.scales is not None and interpreted():  # which truncates to FP8
         k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
         pages.write(k, v, ranges)
     elif k.shape[0] * k.shape[2]:
@@ -180,7 +180,7 @@ def page_sizes(queries: Queries, pages: PagedKV, *, reads: bool = False) -> list
             sequences=len(ranges.counts), queries=(min(counts), max(counts)), longest=_position_bound(longest),
             splits=-(-splits // unit) * unit, tile_rows=m, rule=rule, shared=pages.shared, by=by, joined=1 if grouped else split.joined,
             groups=split.groups, grouped=grouped, taken=taken, graphed=ranges.longest is not None,
-            narrow=pages.scales is not None,
+            fp8=pages.scales is not None,
         ))  # fmt: skip
     return made
 
@@ -325,7 +325,7 @@ def _tile(q: Tensor, k: Tensor, v: Tensor, sizes: DecodeSizes) -> DecodeTile:
     d, e = q.shape[-1], v.shape[-1]
     dim = max(launch.padded(e if sizes.shared else d), launch.padded(e))
     waves = 0.0 if sizes.grouped else _ctas(q, k, sizes) / sm_count(q.device)
-    return choose_tile(dim=dim, dtype=q.dtype, rows=sizes.tile_rows, waves=waves, narrow=sizes.narrow)
+    return choose_tile(dim=dim, dtype=q.dtype, rows=sizes.tile_rows, waves=waves, fp8=sizes.fp8)
 
 
 def _ctas(q: Tensor, k: Tensor, sizes: DecodeSizes) -> int:

@@ -21,7 +21,7 @@ class DecodeSizes(NamedTuple):
 
     grouped: whether a CTA computes a group of splits. joined: partial results per group, at most. groups: of a sequence, at most.
     taken: of a `SplitKernel`, tokens of a CTA (`SplitRule.cta_group`) and CTAs of a sequence, at most; (0, 0): a split per CTA.
-    graphed: whether the launch is made for CUDA graphs (`QueryRanges.longest`). narrow: whether pages hold 8 bits.
+    graphed: whether the launch is made for CUDA graphs (`QueryRanges.longest`). fp8: whether pages hold FP8.
     """
 
     sequences: int
@@ -37,7 +37,7 @@ class DecodeSizes(NamedTuple):
     by: SplitKernel | None = None
     taken: tuple[int, int] = (0, 0)
     graphed: bool = False
-    narrow: bool = False
+    fp8: bool = False
 
     @property
     def direct(self) -> bool:

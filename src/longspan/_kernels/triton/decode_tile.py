@@ -28,8 +28,8 @@ class DecodeTile:
         return 2 * self.buffers + 1 if paged else self.buffers + 1
 
 
-def choose_tile(*, dim: int, dtype: torch.dtype, rows: int, waves: float, narrow: bool = False) -> DecodeTile:
-    """The tile of `rows` query rows for padded head dims of at most `dim`. waves: CTAs of the launch per SM. narrow: keys are in 8 bits.
+def choose_tile(*, dim: int, dtype: torch.dtype, rows: int, waves: float, fp8: bool = False) -> DecodeTile:
+    """The tile of `rows` query rows for padded head dims of at most `dim`. waves: CTAs of the launch per SM. fp8: of FP8 pages.
 
     n, the keys that are summed at a time, depends neither on pages nor on the batch: a row has the same bits on pages of any size.
     """
@@ -39,7 +39,7 @@ def choose_tile(*, dim: int, dtype: torch.dtype, rows: int, waves: float, narrow
         return DecodeTile(n=64, warps=4 if rows <= 16 else 8, buffers=2, tma=True, wgmma=rows >= 64)
     if dtype == torch.float32:
         return DecodeTile(n=32, warps=4, buffers=2)
-    if narrow and rows <= 16:
+    if fp8 and rows <= 16:
         return DecodeTile(n=64 if dim > 128 else 128, warps=4, buffers=2)
     if dim > 128:
         return DecodeTile(n=32, warps=4, buffers=3)

@@ -49,7 +49,7 @@ def gather_kernel(
 def gather_pages(pages: PagedKV, row: int, start: int, stop: int, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """`pages.gather(row, start, stop)` in one launch and one copy, converted to `dtype`."""
     (_, kv_heads, size, d), e, tokens = pages.k.shape, pages.v.shape[-1], stop - start
-    if pages.scales is not None and interpreted():  # whose 8-bit floats have no NaN
+    if pages.scales is not None and interpreted():  # whose FP8 has no NaN
         gathered_k, gathered_v = pages.gather(row, start, stop)
         return gathered_k.to(dtype or gathered_k.dtype), gathered_v.to(dtype or gathered_v.dtype)
     k = torch.empty((kv_heads, tokens, d), dtype=dtype or pages.k.dtype, device=pages.k.device)

@@ -1,4 +1,4 @@
-"""Pages of 8-bit elements with scales: the numbers that they hold, attention over them, and what is refused."""
+"""FP8 pages with scales: conversion, attention, and rejected settings."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tests.cache.test_kv_cache import saved
 from torch import Tensor
 
 import longspan as ls
-from longspan._kernels.paged import in_8_bits
+from longspan._kernels.paged import to_fp8
 from longspan.testing import oracle, run_processes, virtual_world
 
-EIGHT_BITS = torch.float8_e4m3fn
+FP8 = torch.float8_e4m3fn
 K_SCALE, V_SCALE = 0.3, 0.02
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 16, 24
 
 
 def make_cache(**options: Any) -> ls.KVCache:
     given = {"pages": 60, "page_size": 8, "layers": 1, "kv_heads": KV_HEADS, "head_dim": DIM, "value_dim": VALUE_DIM}
-    return ls.KVCache(**{**given, "dtype": EIGHT_BITS, "k_scale": K_SCALE, "v_scale": V_SCALE, **options})
+    return ls.KVCache(**{**given, "dtype": FP8, "k_scale": K_SCALE, "v_scale": V_SCALE, **options})
 
 
 def tokens(count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
@@ -35,21 +35,21 @@ def tokens(count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> lis
 
 def held(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """What pages hold of k and v."""
-    return in_8_bits(k, K_SCALE).double() * K_SCALE, in_8_bits(v, V_SCALE).double() * V_SCALE
+    return to_fp8(k, K_SCALE).double() * K_SCALE, to_fp8(v, V_SCALE).double() * V_SCALE
 
 
 def all_numbers() -> Tensor:
-    """The finite numbers of 8 bits, in order."""
-    numbers = torch.arange(256, dtype=torch.uint8).view(EIGHT_BITS).double()
+    """The finite FP8 numbers, in order."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(FP8).double()
     return numbers[numbers.isfinite()].unique()
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_an_element_becomes_the_nearest_number_of_8_bits(dtype: torch.dtype, scale: float) -> None:
+def test_an_element_becomes_the_nearest_fp8_number(dtype: torch.dtype, scale: float) -> None:
     numbers = all_numbers()
     x = torch.cat([torch.randn(4000).exp() * torch.randn(4000).sign(), torch.linspace(-500, 500, 999)]).to(dtype)
-    got = in_8_bits(x, scale).double()
+    got = to_fp8(x, scale).double()
     distance = (x.double() / scale - numbers[:, None]).abs()
     assert torch.isin(got, numbers).all()
     torch.testing.assert_close((x.double() / scale - got).abs(), distance.amin(0), rtol=1e-5, atol=1e-7)
@@ -57,10 +57,10 @@ def test_an_element_becomes_the_nearest_number_of_8_bits(dtype: torch.dtype, sca
 
 def test_elements_beyond_the_range_become_its_ends_and_others_nan() -> None:
     x = torch.tensor([448.0, 449.0, 1e30, -1e30, math.inf, -math.inf, math.nan])
-    got = in_8_bits(x, 1.0).double()
+    got = to_fp8(x, 1.0).double()
     assert got[:4].tolist() == [448, 448, 448, -448] and got[4:].isnan().all()
-    assert in_8_bits(torch.tensor([1e38]), 1e-3).item() == 448
-    assert in_8_bits(torch.tensor([-1e300], dtype=torch.float64), 1.0).item() == -448
+    assert to_fp8(torch.tensor([1e38]), 1e-3).item() == 448
+    assert to_fp8(torch.tensor([-1e300], dtype=torch.float64), 1.0).item() == -448
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -141,7 +141,7 @@ def test_a_copy_and_a_larger_cache_hold_the_same_numbers(how: str) -> None:
 
 
 def by_rank(mesh: Any) -> list[Tensor]:
-    """A prefill and a decoded token over a mesh, and what was passed."""
+    """Outputs of a prefill and of decoding over a mesh, after a check of what each step exchanges."""
     cache = make_cache(pages=100, mesh=mesh)
     ids, start, outs = cache.allocate(1), 0, []
     q, k, v = tokens(340)
@@ -216,28 +216,28 @@ def test_settings_that_have_no_meaning_are_refused(name: str) -> None:
         make_cache(**options)
 
 
-def test_tokens_in_8_bits_are_refused() -> None:
+def test_fp8_tokens_are_rejected() -> None:
     cache = make_cache()
-    q, k, v = (x.to(EIGHT_BITS) for x in tokens(2))
+    q, k, v = (x.to(FP8) for x in tokens(2))
     with pytest.raises(TypeError, match=r"q: expected one of .* got torch.float8_e4m3fn"):
         ls.attention(q, k, v, cache=cache.step(cache.allocate(1), 2), layer=0)
 
 
-def narrow_seeds(first: int, count: int) -> list[int]:
-    """Seeds of random cases whose pages hold 8 bits."""
+def fp8_seeds(first: int, count: int) -> list[int]:
+    """Seeds of random cases with FP8 pages."""
     return [seed for seed in range(first, first + 40 * count) if Case(seed).scales][:count]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_random_caches_on_a_gpu(dtype: torch.dtype) -> None:
-    for seed in narrow_seeds(0, 4):
+    for seed in fp8_seeds(0, 4):
         Case(seed, device="cuda", dtype=dtype, longest=700).run()
 
 
 @pytest.mark.gpu
 def test_the_decode_kernel_writes_the_numbers_of_torch() -> None:
-    """All of 16 bits, and ties between numbers of 8 bits."""
+    """All 16-bit numbers, ties between FP8 numbers included."""
     for dtype in (torch.bfloat16, torch.float16):
         x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).cuda().view(2, 1, 32, 1024)
         for dim in (64, 128, 256):
@@ -248,7 +248,7 @@ def test_the_decode_kernel_writes_the_numbers_of_torch() -> None:
                 layers=1,
                 kv_heads=1,
                 head_dim=dim,
-                dtype=EIGHT_BITS,
+                dtype=FP8,
                 k_scale=0.3,
                 v_scale=2.0,
                 device="cuda",
@@ -258,6 +258,6 @@ def test_the_decode_kernel_writes_the_numbers_of_torch() -> None:
             pages = cache.layer_pages(0)
             for row, one in enumerate(k):
                 for got, scale in zip(pages.gather(cache.sequence(ids[row]).row, 0, 64), (0.3, 2.0), strict=True):
-                    wanted = in_8_bits(one, scale).view(torch.uint8)
-                    same = (got.view(torch.uint8) == wanted) | (got.float().isnan() & in_8_bits(one, scale).float().isnan())
+                    wanted = to_fp8(one, scale).view(torch.uint8)
+                    same = (got.view(torch.uint8) == wanted) | (got.float().isnan() & to_fp8(one, scale).float().isnan())
                     assert same.all()

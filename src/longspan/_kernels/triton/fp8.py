@@ -1,9 +1,9 @@
-"""Device code for pages of 8-bit elements (`paged.EIGHT_BITS`). SCALE is None for pages of other dtypes: the functions then change nothing.
+"""Conversions of FP8 pages (`paged.FP8`) in the decode kernel. SCALE is None for pages of other dtypes: functions return their argument.
 
-Elements are converted by inline assembly, so that the compiler converts a tile before it makes an operand of a matrix product of it; it
-loads an 8-bit operand byte by byte. A thread needs the same element of four keys next to each other, so that it would load values byte by
-byte even then. Values are therefore permuted, [E / 4, 4] transposed, so that the elements of a thread are four neighbours in memory;
-`values_sum` undoes the permutation in the sum over keys.
+Inline assembly converts two elements per instruction; Triton's own conversion takes more instructions. The product P V needs four
+consecutive keys of one column of V in each thread, which the compiler would load from shared memory byte by byte. The columns of V are
+therefore permuted: as [E / 4, 4], transposed. Four columns of a thread are then adjacent in memory, and one load fetches them;
+`values_sum` undoes the permutation in the result.
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
@@ -41,7 +41,7 @@ TO_BFLOAT16 = tl.constexpr("""{
 
 @triton.jit
 def in_pages(x, SCALE: tl.constexpr):
-    """Elements of new tokens as pages hold them. SCALE: of 8-bit elements, as in `paged.in_8_bits`; or None."""
+    """New tokens in the dtype of pages, in FP8 as `paged.to_fp8` rounds them."""
     if SCALE is None:
         return x
     else:
@@ -53,7 +53,7 @@ def in_pages(x, SCALE: tl.constexpr):
 
 @triton.jit
 def from_pages(x, SCALE: tl.constexpr, DTYPE: tl.constexpr):
-    """Elements of pages in another dtype, exactly: still to be multiplied by SCALE, whatever it is."""
+    """Elements of FP8 pages in DTYPE, exact, before multiplication by SCALE. Only whether SCALE is None matters here."""
     if SCALE is None:
         return x
     elif x.dtype == tl.float8e4nv and tl.float16 == DTYPE:
@@ -66,9 +66,9 @@ def from_pages(x, SCALE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def values_from_pages(v, SCALE: tl.constexpr, DTYPE: tl.constexpr):
-    """Values [N, E] of pages, for a product with probabilities; of 8 bits, permuted. DTYPE: of queries.
+    """Values [N, E] of pages as an operand of P V, FP8 ones with permuted columns. DTYPE: of queries.
 
-    float16 beside bfloat16 queries: 8-bit numbers are exact, probabilities over 2⁻¹⁶ more precise; one instruction converts two elements.
+    float16 also for bfloat16 queries: FP8 is exact in it, probabilities over 2⁻¹⁶ are more precise, and conversion takes one instruction.
     """
     if SCALE is None:
         return v
@@ -79,7 +79,7 @@ def values_from_pages(v, SCALE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def values_sum(acc, SCALE: tl.constexpr):
-    """The sum acc [M, E] of `values_from_pages`; of 8 bits, in the order of elements and multiplied by SCALE."""
+    """The product P V [M, E] of `values_from_pages`, of FP8 values in the order of columns and multiplied by SCALE."""
     if SCALE is None:
         return acc
     else:
