@@ -93,24 +93,39 @@ def visible_keys(
     chosen, n, entries, b, head, q, kv_len, mask_captured, mask_sizes, MASK: tl.constexpr, GRANULARITY: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """(positions of N chosen keys [N], whether each row sees each key [M, N], whether any row does [N])."""
-    j = n + tl.arange(0, N)
-    entry = tl.load(chosen + j // GRANULARITY, mask=j < entries * GRANULARITY, other=-1)
-    kv = entry * GRANULARITY + j % GRANULARITY
-    inside = (entry >= 0) & (kv < kv_len)
-    kv = tl.where(inside, kv, 0)  # programs index captured tensors by kv: no negative or padded positions
+    """(position of the first of N chosen keys, positions [N], whether they exist [N], whether each row sees each key [M, N]).
+
+    Keys of one block are neighbours. Otherwise, the first position is not known, and the position of a key that does not exist is 0.
+    """
+    if GRANULARITY % N == 0:
+        entry = tl.load(chosen + n // GRANULARITY)
+        first = tl.maximum(entry, 0) * GRANULARITY + n % GRANULARITY
+        kv = first + tl.arange(0, N)
+        inside = (entry >= 0) & (kv < kv_len)
+    else:
+        first, j = 0, n + tl.arange(0, N)
+        entry = tl.load(chosen + j // GRANULARITY, mask=j < entries * GRANULARITY, other=-1)
+        kv = entry * GRANULARITY + j % GRANULARITY
+        inside = (entry >= 0) & (kv < kv_len)
+        kv = tl.where(inside, kv, 0)
     visible = inside[None, :] & (tl.arange(0, M)[:, None] < M)
     if MASK is not None:
-        visible = visible & MASK(b, head[:, None], tl.zeros([1, 1], tl.int32) + q, kv[None, :], mask_captured, mask_sizes)
-    return kv, visible, tl.max(visible.to(tl.int32), 0) > 0
+        at = tl.where(inside, kv, 0)  # programs index captured tensors by kv: no negative or padded positions
+        visible = visible & MASK(b, head[:, None], tl.zeros([1, 1], tl.int32) + q, at[None, :], mask_captured, mask_sizes)
+    return first, kv, inside, visible
 
 
 @triton.jit
-def gather_rows(head, stride, kv, seen, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """[N, PADDED] rows at positions kv; zeros where not `seen`."""
+def rows_at(head, stride, first, kv, DIM: tl.constexpr, PADDED: tl.constexpr, GRANULARITY: tl.constexpr, N: tl.constexpr):
+    """(pointers [N, PADDED] to rows at positions kv, whether each column exists [1, PADDED]). first: of `visible_keys`.
+
+    Rows of one block have one address, and offsets that no step changes.
+    """
     d = tl.arange(0, PADDED)
-    at = head + wide(kv)[:, None] * stride[2] + d[None, :] * stride[3]
-    return tl.load(at, mask=seen[:, None] & (d < DIM)[None, :], other=0.0)
+    if GRANULARITY % N == 0:
+        return (head + wide(first) * stride[2]) + (tl.arange(0, N)[:, None] * stride[2] + d[None, :] * stride[3]), (d < DIM)[None, :]
+    else:
+        return head + wide(kv)[:, None] * stride[2] + d[None, :] * stride[3], (d < DIM)[None, :]
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
@@ -136,10 +151,11 @@ def gathered_forward_kernel(
         total = tl.where(m == float("-inf"), 0.0, 1.0)
         acc = load_heads(old_out_ptr, old_out_stride, b, q_idx, head, is_head, E, EP).to(tl.float32)
     for n in tl.range(0, entries * GRANULARITY, N):
-        kv, visible, seen = visible_keys(
+        first, kv, inside, visible = visible_keys(
             chosen, n, entries, b + first_b, head + first_h, q_idx, kv_len, mask_captured, mask_sizes, MASK, GRANULARITY, M, N
         )  # fmt: skip
-        k = gather_rows(k_head, k_stride, kv, seen, D, DP)
+        at, columns = rows_at(k_head, k_stride, first, kv, D, DP, GRANULARITY, N)
+        k = tl.load(at, mask=inside[:, None] & columns, other=0.0)  # a NaN in a row that the query does not see is masked below
         s = tl.dot(q, k.T, input_precision=PRECISION) * scale
         if SCORE is not None:
             at_q = tl.zeros([1, 1], tl.int32) + q_idx
@@ -150,7 +166,11 @@ def gathered_forward_kernel(
         p = tl.exp2(s - base[:, None])
         shrink = tl.exp2(m - base)
         total = total * shrink + tl.sum(p, 1)
-        v = gather_rows(v_head, v_stride, kv, seen, E, EP)
+        seen = inside
+        if MASK is not None:
+            seen = tl.max(visible.to(tl.int32), 0) > 0
+        at, columns = rows_at(v_head, v_stride, first, kv, E, EP, GRANULARITY, N)
+        v = tl.load(at, mask=seen[:, None] & columns, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         m = m_new
     sees = total != 0.0
@@ -181,15 +201,19 @@ def gathered_backward_kernel(
     lse = tl.load(lse_ptr + state_row, mask=is_head, other=float("-inf"))
     norm = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
     delta = tl.load(delta_ptr + state_row, mask=is_head, other=0.0)
-    d, e = tl.arange(0, DP), tl.arange(0, EP)
     dq = tl.zeros([M, DP], tl.float32)
     for n in tl.range(0, entries * GRANULARITY, N):
-        kv, visible, seen = visible_keys(
+        first, kv, inside, visible = visible_keys(
             chosen, n, entries, b + first_b, head + first_h, q_idx, kv_len, mask_captured, mask_sizes, MASK, GRANULARITY, M, N
         )  # fmt: skip
+        seen = inside
+        if MASK is not None:
+            seen = tl.max(visible.to(tl.int32), 0) > 0
+        at, columns = rows_at(k_head, k_stride, first, kv, D, DP, GRANULARITY, N)
+        k = tl.load(at, mask=seen[:, None] & columns, other=0.0)
+        at, columns = rows_at(v_head, v_stride, first, kv, E, EP, GRANULARITY, N)
+        v = tl.load(at, mask=seen[:, None] & columns, other=0.0)
         visible = visible & is_head[:, None]
-        k = gather_rows(k_head, k_stride, kv, seen, D, DP)
-        v = gather_rows(v_head, v_stride, kv, seen, E, EP)
         s = tl.dot(q, k.T, input_precision=PRECISION) * scale
         dp = tl.dot(do, v.T, input_precision=PRECISION) - delta[:, None]
         if SCORE is None:
@@ -204,7 +228,8 @@ def gathered_backward_kernel(
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
         dk = tl.dot(ds.T, q, input_precision=PRECISION) * scale
         dv = tl.dot(p.to(do.dtype).T, do, input_precision=PRECISION)
-        rows = wide(kv)[:, None]
-        tl.atomic_add(dk_head + rows * dk_stride[2] + d[None, :], dk, mask=seen[:, None] & (d < D)[None, :], sem="relaxed")
-        tl.atomic_add(dv_head + rows * dv_stride[2] + e[None, :], dv, mask=seen[:, None] & (e < E)[None, :], sem="relaxed")
+        at, columns = rows_at(dk_head, dk_stride, first, kv, D, DP, GRANULARITY, N)
+        tl.atomic_add(at, dk, mask=seen[:, None] & columns, sem="relaxed")
+        at, columns = rows_at(dv_head, dv_stride, first, kv, E, EP, GRANULARITY, N)
+        tl.atomic_add(at, dv, mask=seen[:, None] & columns, sem="relaxed")
     store_heads(dq_ptr, dq * scale, dq_stride, b, q_idx, head, is_head, D, DP)

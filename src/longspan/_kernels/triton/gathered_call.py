@@ -54,6 +54,19 @@ def without_repeats(indices: Tensor, blocks: int) -> Tensor:
     return result
 
 
+def _shape(m: int, granularity: int, *, backward: bool, wide: bool) -> tuple[int, int, int]:
+    """(warps, stages, keys per step) for m rows of a tile. wide: head dims over 128, or float32.
+
+    Up to 16 rows, bound by L2: CTAs of one warp, which no other warp waits for. H200, NSA's rows of one query (8 heads, blocks of 64 keys,
+    D 128), TFLOP/s with 4 warps: forward 55, backward 28; with one: 75 and 34. Blocks of 16 keys: forward 49 and 66.
+    """
+    if wide:
+        return 4, 1, 32
+    if m == 16 and granularity >= 16:
+        return (1, 3, 16) if backward else (1, 2, 32)
+    return 4, 2, 32 if backward else 64
+
+
 class GatheredCall(LaunchCall):
     """The tensors of one call over single chosen keys."""
 
@@ -98,10 +111,10 @@ class GatheredCall(LaunchCall):
             joint = codegen.joint_function(work.score, work.joint, one.needs, options)
         m = max(16, 1 << (rows - 1).bit_length())
         backward = one.kernel is gathered_backward_kernel
-        wide_dims = max(d, e) > 128 or q.dtype == torch.float32
+        warps, stages, n = _shape(m, selection.granularity, backward=backward, wide=max(d, e) > 128 or q.dtype == torch.float32)
         return PreparedLaunch(
             kernel=one.kernel,
-            options={"num_warps": 4, "num_stages": 1 if wide_dims else 2, **FUSED},
+            options={"num_warps": warps, "num_stages": stages, **FUSED},
             ctas=batch * (heads // rows) * q_len,
             device=q.device,
             descriptors={},
@@ -111,7 +124,7 @@ class GatheredCall(LaunchCall):
                 "selection": (*selection.indices.shape, selection.q_granularity, selection.heads_per_choice),
                 "heads": heads, "shared": shared, "q_len": q_len, "kv_len": self.kv_len,
                 "MASK": launch.function(work.mask, options), "SCORE": launch.function(work.score, options), "JOINT": joint,
-                "GRANULARITY": selection.granularity, "M": m, "ROWS": rows, "N": 32 if backward or wide_dims else 64,
+                "GRANULARITY": selection.granularity, "M": m, "ROWS": rows, "N": n,
                 "D": d, "DP": launch.padded(d), "E": e, "EP": launch.padded(e), "PRECISION": self.precision,
             },
         )  # fmt: skip
