@@ -35,6 +35,7 @@ from longspan._kernels.gpu.driver_launch import parameters
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch
 from longspan._kernels.hopper import HopperKernel, kernel, passes
 from longspan._kernels.hopper.kernel import HopperState
+from longspan._kernels.hopper.one_group_call import computes_heads_alone
 from longspan._kernels.protocol import AttentionInputs, Grads, Selection, State, Work
 from longspan._kernels.tiling import Tiling
 from longspan._kernels.triton import TritonKernel
@@ -151,18 +152,21 @@ def one_call(dims: tuple[int, int], dtype: torch.dtype, *, scored: bool, staged:
         backward(HOPPER, q, *received, out, result.lse, grad, None, work, local_kv=local_kv, needs=[False] * scored, wide=True, into=into)
 
 
-def selected_call(block: tuple[int, int], dims: tuple[int, int]) -> None:
-    """Forward and backward over chosen tiles of `block` queries and keys."""
-    q, k, v = (torch.randn(1, h, 400, d, dtype=torch.bfloat16) for h, d in ((4, dims[0]), (2, dims[0]), (2, dims[1])))
+def selected_call(block: tuple[int, int], dims: tuple[int, int], *, shared: int = 2) -> None:
+    """Forward and backward over chosen tiles of `block` queries and keys. shared: query heads of a KV head."""
+    q, k, v = (torch.randn(1, h, 400, d, dtype=torch.bfloat16) for h, d in ((2 * shared, dims[0]), (2, dims[0]), (2, dims[1])))
     traced = trace(ls.causal(), "mask")
     table = ls.causal().block_table(400, 400, block=block)
     tiles = (Tiling(length=400, block=b) for b in block)
     work = Work(table=table, q_tiles=next(tiles), kv_tiles=next(tiles), scale=0.1, mask=traced.program, selects=True)
     indices = torch.zeros(1, 2, -(-400 // block[0]), 3, dtype=torch.int32)
-    selection = Selection(indices=indices, granularity=block[1], q_granularity=block[0], heads_per_choice=2)
+    selection = Selection(indices=indices, granularity=block[1], q_granularity=block[0], heads_per_choice=shared)
     work = HOPPER.select(AttentionInputs(q=q, k=k, v=v), work, selection)
-    result = forward(HOPPER, q, k, v, work, state=None, final=True, max_scores=True)
-    if "--all" in sys.argv:
+    alone = computes_heads_alone(work)
+    result = forward(HOPPER, q, k, v, work, state=None, final=True, max_scores=not alone)
+    if alone:
+        forward(HOPPER, q, k, v, work, state=State(out=torch.zeros(result.out.shape), lse=torch.zeros(result.lse.shape)), final=True)
+    elif "--all" in sys.argv:
         result = forward(HOPPER, q, k, v, work, state=None, final=True)
     out = result.out.to(q.dtype)
     backward(HOPPER, q, k, v, out, result.lse, torch.randn_like(out), None, work, needs=[], wide=False)
@@ -243,10 +247,12 @@ def main() -> None:
     ]
     blocks = ((64, 64), (128, 64), (64, 128), (128, 128)) if "--all" in sys.argv else ((64, 64),)
     calls += [(f"(128, 128) selected={block}", partial(selected_call, block, (128, 128))) for block in blocks]
+    alone = (((64, 64), (128, 128)), ((64, 128), (64, 128)), ((64, 64), (72, 40))) if "--all" in sys.argv else (((64, 64), (128, 128)),)
+    calls += [(f"{dims} selected={block}, one head", partial(selected_call, block, dims, shared=1)) for block, dims in alone]
     gathered = ((64, (128, 128), 1), (128, (128, 128), 1), (64, (64, 64), 1), (32, (128, 64), 1), (8, (128, 128), 16))
     gathered = gathered if "--all" in sys.argv else gathered[:1]
     calls += [(f"{call[1]} {call[0]} heads, {call[2]} queries gathered", partial(gathered_call, *call)) for call in gathered]
-    for name_of_call, call in calls if "--selected" not in sys.argv else calls[-len(blocks) - len(gathered) :]:
+    for name_of_call, call in calls if "--selected" not in sys.argv else calls[-len(blocks) - len(alone) - len(gathered) :]:
         compiled.clear()
         call()
         assert compiled, "no kernel was launched"

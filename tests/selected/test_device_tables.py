@@ -18,6 +18,7 @@ from longspan._kernels.protocol import AttentionInputs, Selection, Work
 from longspan._kernels.tiling import Tiling
 from longspan._kernels.triton.gathered_call import GatheredKeys, without_repeats
 from longspan._masks.block_table import FULL, PARTIAL
+from longspan._masks.tracing import trace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -176,23 +177,25 @@ def test_key_tiles_of_a_group_of_heads_come_together_after_the_longest_of_all_gr
 
 
 @pytest.mark.parametrize(
-    ("block", "heads", "by_head", "dim", "expected"),
+    ("block", "heads", "by_head", "dim", "expected", "paired"),
     [
-        ((64, 64), (8, 4), False, 128, (64, 64)),
-        ((128, 64), (3, 3), False, 128, (128, 64)),
-        ((64, 128), (8, 4), False, 128, (64, 128)),
-        ((256, 64), (3, 3), False, 128, (128, 64)),
-        ((64, 64), (3, 3), False, 128, None),  # an item of 64 queries needs two heads of a KV head
-        ((64, 64), (8, 4), True, 128, None),  # … which see the same keys
-        ((64, 64), (8, 4), False, 192, None),
-        ((128, 128), (3, 3), True, 192, (128, 128)),
-        ((32, 64), (8, 4), False, 128, None),
+        ((64, 64), (8, 4), False, 128, (64, 64), (True, True)),
+        ((128, 64), (3, 3), False, 128, (128, 64), (True, False)),
+        ((64, 128), (8, 4), False, 128, (64, 128), (False, True)),
+        ((256, 64), (3, 3), False, 128, (128, 64), (True, False)),
+        ((64, 64), (3, 3), False, 128, (64, 64), (False, False)),  # no two heads have the same KV head
+        ((64, 64), (8, 4), True, 128, (64, 64), (False, False)),  # … or see the same keys
+        ((64, 64), (8, 4), False, 192, None, None),
+        ((128, 128), (3, 3), True, 192, (128, 128), (False, False)),
+        ((32, 64), (8, 4), False, 128, None, None),
     ],
 )
-def test_hopper_selects_tiles_of_64_where_two_heads_see_the_same_keys(
-    block: tuple[int, int], heads: tuple[int, int], by_head: bool, dim: int, expected: tuple[int, int] | None
+def test_hopper_computes_tiles_of_64_queries_of_two_heads_that_see_the_same_keys_together(
+    block: tuple[int, int], heads: tuple[int, int], by_head: bool, dim: int, expected: tuple[int, int] | None,
+    paired: tuple[bool, bool] | None,
 ) -> None:  # fmt: skip
     from longspan._kernels.hopper import HopperKernel
+    from longspan._kernels.hopper.one_group_call import computes_heads_alone
     from longspan._kernels.triton import TritonKernel
 
     q, k = torch.zeros(1, heads[0], 256, dim), torch.zeros(1, heads[1], 256, dim)
@@ -203,8 +206,12 @@ def test_hopper_selects_tiles_of_64_where_two_heads_see_the_same_keys(
     assert kernel.selection_block(inputs, selection, captured_grads=False, by_head=by_head) == expected
     if expected is not None:
         tilings = [Tiling(length=256, block=b) for b in expected]
-        work = Work(table=ls.causal().block_table(256, block=expected), q_tiles=tilings[0], kv_tiles=tilings[1], scale=1.0)
-        assert pairs_of(kernel.select(inputs, work, selection)) == (expected[1] == 64, expected[0] == 64)
+        rest = ls.mask_mod(lambda b, h, q, kv: q >= kv + h) if by_head else ls.causal()
+        table = rest.block_table(256, block=expected, heads=heads[0])
+        work = Work(table=table, q_tiles=tilings[0], kv_tiles=tilings[1], scale=1.0, mask=trace(rest, "mask").program)
+        work = kernel.select(inputs, work, selection)
+        assert pairs_of(work) == paired
+        assert computes_heads_alone(work) == (expected[0] == 64 and paired == (False, False))
 
 
 def test_repeated_entries_are_dropped() -> None:

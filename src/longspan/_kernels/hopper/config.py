@@ -43,6 +43,16 @@ def forward_three_config() -> TileConfig:
     return TileConfig(m=192, n=128, stages=4, start_registers=128, registers=160)
 
 
+def one_group_config(d: int, e: int, *, with_q: bool) -> TileConfig:
+    """For `hopper.forward_one`, `hopper.backward_one` and padded head dims d and e: two CTAs share the 227 KB of an SM.
+
+    `stages` of K, `second_stages` of V. with_q: whether the queries are in shared memory.
+    """
+    k_stages = 3 if with_q or e > d else 4
+    v_stages = (SHARED_BYTES // 2 - 1024 - (k_stages + with_q) * 2 * 64 * d) // (2 * 64 * e)
+    return TileConfig(m=64, n=64, stages=k_stages, second_stages=min(4, v_stages), start_registers=128)
+
+
 def takes_three_groups(*, heads: int, items: int, walked: int, visible: int) -> bool:
     """Whether `hopper.forward_three` is faster than `hopper.forward`: for many items, whose KV it does not split, of many KV tiles.
 
@@ -121,10 +131,12 @@ def wide_dkv_config(d: int, e: int) -> TileConfig:
     return TileConfig(m=64, n=64, stages=stages[0], second_stages=stages[1])
 
 
-def half_dkv_config(d: int, e: int) -> TileConfig:
-    """For `hopper.backward_wide` and block tables of 64 keys, head dims up to 128: steps of 128 queries, or of 64 queries of two heads."""
-    stages = 2 if max(d, e) > 64 else 4
-    return TileConfig(m=128, n=64, stages=stages, second_stages=stages)
+def half_dkv_config(d: int, e: int, *, queries: int) -> TileConfig:
+    """For `hopper.backward_wide` and block tables of 64 keys, head dims up to 128. queries: 128 of one head, or 64 of each of two heads, or
+    64 of one head.
+    """
+    stages = 2 if max(d, e) > 64 and queries == 128 else 4
+    return TileConfig(m=queries, n=64, stages=stages, second_stages=stages)
 
 
 def dq_tile(d: int, m: int) -> tuple[int, int]:

@@ -46,7 +46,7 @@ from longspan._kernels.hopper.epilogue import by_row, merge
 from longspan._kernels.hopper.gluon_names import copy_async
 from longspan._kernels.hopper.none_arg import optional
 from longspan._kernels.hopper.online_softmax import end_rows, softmax_block, start_rows
-from longspan._kernels.hopper.pipeline import Captured, KvBarriers, mbarriers
+from longspan._kernels.hopper.pipeline import Captured, KvBarriers, mbarriers, next_use
 from longspan._kernels.hopper.running_max import rescaled
 
 HEADS = gl.constexpr(64)  # rows of a warp group
@@ -132,13 +132,6 @@ def copy_rows(head, stride, kv, to, DIM: gl.constexpr, BYTES: gl.constexpr, layo
 
 
 @gluon.jit
-def _advance(slot, phase, STAGES: gl.constexpr):
-    """(slot, phase) of the ring's next use. Counted, not divided: a division by 3 takes ten instructions."""
-    last = slot == STAGES - 1
-    return gl.where(last, 0, slot + 1), phase ^ last.to(gl.int32)
-
-
-@gluon.jit
 def gather(
     k_ptr, v_ptr, k_stride, v_stride, lists, items, k_s, v_s, bars,
     H: gl.constexpr, QUERIES: gl.constexpr, N: gl.constexpr, D: gl.constexpr, E: gl.constexpr, LAG: gl.constexpr,
@@ -163,12 +156,12 @@ def gather(
                 mbarrier.wait(bars.k_empty.index(k_slot), k_phase ^ 1)
                 copy_rows(k_head, k_stride[2], kv, k_s.index(k_slot), D, BYTES, k_layout)
                 async_copy.mbarrier_arrive(bars.k_full.index(k_slot), increment_count=False)
-                k_slot, k_phase = _advance(k_slot, k_phase, k_s.shape[0])
+                k_slot, k_phase = next_use(k_slot, k_phase, k_s.shape[0])
             if n >= LAG * N:
                 mbarrier.wait(bars.v_empty.index(v_slot), v_phase ^ 1)
                 copy_rows(v_head, v_stride[2], last if LAG else kv, v_s.index(v_slot), E, BYTES, v_layout)
                 async_copy.mbarrier_arrive(bars.v_full.index(v_slot), increment_count=False)
-                v_slot, v_phase = _advance(v_slot, v_phase, v_s.shape[0])
+                v_slot, v_phase = next_use(v_slot, v_phase, v_s.shape[0])
             last = kv
             kv = later
     async_copy.wait_group(0)
@@ -268,7 +261,7 @@ def attend(
             s_next = _scores(q, k_s, bars, k_slot, k_phase, zero)
             s = warpgroup_mma_wait(0, deps=[s_next])
             mbarrier.arrive(bars.k_empty.index(k_slot), count=1)
-            k_slot, k_phase = _advance(k_slot, k_phase, k_s.shape[0])
+            k_slot, k_phase = next_use(k_slot, k_phase, k_s.shape[0])
             left = count - (count - 1) // N * N  # keys of the last block
             visible = _visible(keys, 0, count, b, head, q_idx, first_b, first_h, captured, MASK, N, layout)
             if count > N:
@@ -277,7 +270,7 @@ def attend(
                 weights = gl.convert_layout(p, p_layout)
                 s, weights = warpgroup_mma_wait(0, deps=[s_next, weights])
                 mbarrier.arrive(bars.k_empty.index(k_slot), count=1)
-                k_slot, k_phase = _advance(k_slot, k_phase, k_s.shape[0])
+                k_slot, k_phase = next_use(k_slot, k_phase, k_s.shape[0])
                 for n in range(2 * N, count, N):  # P of the block at n − 2 N and the scores of the block at n − N are known
                     mbarrier.wait(bars.k_full.index(k_slot), k_phase)
                     acc_next = _values(weights, v_s, bars, v_slot, v_phase, acc)
@@ -287,17 +280,17 @@ def attend(
                     s_next = warpgroup_mma(q, k_s.index(k_slot).permute((1, 0)), zero, use_acc=False, is_async=True)
                     acc, weights = warpgroup_mma_wait(1, deps=[acc_next, weights])
                     mbarrier.arrive(bars.v_empty.index(v_slot), count=1)
-                    v_slot, v_phase = _advance(v_slot, v_phase, v_s.shape[0])
+                    v_slot, v_phase = next_use(v_slot, v_phase, v_s.shape[0])
                     acc = rescaled(acc, rescale, out_layout)
                     s = warpgroup_mma_wait(0, deps=[s_next])
                     mbarrier.arrive(bars.k_empty.index(k_slot), count=1)
-                    k_slot, k_phase = _advance(k_slot, k_phase, k_s.shape[0])
+                    k_slot, k_phase = next_use(k_slot, k_phase, k_s.shape[0])
                 acc_next = _values(weights, v_s, bars, v_slot, v_phase, acc)
                 visible = _visible(keys, count - left, count, b, head, q_idx, first_b, first_h, captured, MASK, N, layout)
                 p, m, total, rescale = _softmax(s, m, total, visible, left, scale, False, MASKED, True, SCALE_IN_EXP, N, dtype, layout)
                 acc, p = warpgroup_mma_wait(0, deps=[acc_next, p])
                 mbarrier.arrive(bars.v_empty.index(v_slot), count=1)
-                v_slot, v_phase = _advance(v_slot, v_phase, v_s.shape[0])
+                v_slot, v_phase = next_use(v_slot, v_phase, v_s.shape[0])
                 acc = rescaled(acc, rescale, out_layout)
             else:
                 p, m, total, rescale = _softmax(s, m, total, visible, left, scale, True, MASKED, True, SCALE_IN_EXP, N, dtype, layout)
@@ -305,7 +298,7 @@ def attend(
             count_next, q_next = _load_item(item + gl.num_programs(0), tensors, lists, items, FIRST, H, QUERIES, D, q_layout)
             acc = warpgroup_mma_wait(0, deps=[acc_next])
             mbarrier.arrive(bars.v_empty.index(v_slot), count=1)
-            v_slot, v_phase = _advance(v_slot, v_phase, v_s.shape[0])
+            v_slot, v_phase = next_use(v_slot, v_phase, v_s.shape[0])
         else:
             count_next, q_next = _load_item(item + gl.num_programs(0), tensors, lists, items, FIRST, H, QUERIES, D, q_layout)
         m, total, max_scores = end_rows(m, total, max_scores, layout)

@@ -35,7 +35,7 @@ def head_parts_of(q: Tensor, v: Tensor, work: Work) -> int:
     if kv_pairs and head_pairs:  # a step has two heads
         shared //= 2
     parts = head_parts(work.table.nominal.transposed, v.shape[0] * v.shape[1], shared, dims)
-    if parts > 1 or type(work.device_tables) is not SelectedTables or kv_pairs:  # without dQ, more parts do not pay
+    if parts > 1 or type(work.device_tables) is not SelectedTables or work.kv_tiles.block < 128:  # without dQ, more parts do not pay
         return parts
     return parts_in_l2(q.shape[2], shared, dims)
 

@@ -26,6 +26,7 @@ from longspan._kernels.hopper.dq_order import ordered_dq_pays
 from longspan._kernels.hopper.gathered_call import GatheredCall, GatheredKeys, gathers_heads
 from longspan._kernels.hopper.gqa_split import head_parts_of, order_sizes
 from longspan._kernels.hopper.isolation import isolates, isolation_demanded
+from longspan._kernels.hopper.one_group_call import OneGroupCall, computes_heads_alone
 from longspan._kernels.hopper.passes import (
     HopperCall,
     RowGrads,
@@ -115,6 +116,9 @@ class HopperKernel:
         if isinstance(work.device_tables, GatheredKeys):
             assert final and not max_scores
             return GatheredCall(inputs, work).forward(state)
+        if computes_heads_alone(work):
+            assert final and not max_scores
+            return OneGroupCall(inputs, work).forward(state)
         inputs = _without_empty_buffer(inputs)
         if work.invariant and inputs.q.stride(3) != 1:  # strides must not choose the kernel
             inputs = replace(inputs, q=inputs.q.contiguous())
@@ -197,7 +201,10 @@ class HopperKernel:
             for check, checked in call.unbounded(norm, delta, flag, scanned=scanned):
                 check(checked, {})
         row_grads = RowGrads(grad_out, norm, delta, flag)
-        if not one_pass and tensors.side != "kv":
+        if not one_pass and tensors.side != "kv" and computes_heads_alone(work):
+            assert into is None and not wide
+            OneGroupCall(inputs, work).dq(row_grads, grads.q)
+        elif not one_pass and tensors.side != "kv":
             call.launch(call.dq_pass(row_grads, grads.q, grads.captured, add=into is not None))
         if tensors.side == "q":
             return grads
@@ -271,15 +278,19 @@ class HopperKernel:
         d, e = inputs.q.shape[-1], inputs.v.shape[-1]
         if block is None or max(d, e) > MAX_DIM or (block != (BLOCK_SIZE, BLOCK_SIZE) and (max(d, e) > 128 or isolation_demanded())):
             return None
-        # An item of 64 queries has two heads: they must see the same keys of the same KV head.
-        together = (selection.heads_per_choice, inputs.q.shape[1] // inputs.k.shape[1])
-        return block if block[0] == BLOCK_SIZE or not (by_head or any(heads % 2 for heads in together)) else None
+        return block
 
     def select(self, inputs: AttentionInputs, work: Work, selection: Selection) -> Work:
         if tile_of(selection) is None:
             return replace(work, device_tables=GatheredKeys(selection=selection))
         q_block, kv_block = work.table.block
-        return tiled_work(inputs, work, selection, dummy=True, kv_pairs=kv_block < BLOCK_SIZE, head_pairs=q_block < BLOCK_SIZE)
+        # Of 64 queries, two heads are computed together if they see the same keys of the same KV head.
+        together = (selection.heads_per_choice, inputs.q.shape[1] // inputs.k.shape[1])
+        by_head = work.table.heads > 1 or (work.mask is not None and work.mask.uses_head)
+        paired = q_block < BLOCK_SIZE and not by_head and all(heads % 2 == 0 for heads in together)
+        if q_block < BLOCK_SIZE and not paired:
+            return tiled_work(inputs, work, selection, dummy=False)
+        return tiled_work(inputs, work, selection, dummy=True, kv_pairs=kv_block < BLOCK_SIZE, head_pairs=paired)
 
     def list_tiles(self, inputs: AttentionInputs, work: Work, kinds: Tensor) -> Work | None:
         fits = work.table.block == (BLOCK_SIZE, BLOCK_SIZE) and max(inputs.q.shape[-1], inputs.v.shape[-1]) <= MAX_DIM

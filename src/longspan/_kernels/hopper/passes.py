@@ -57,7 +57,7 @@ from longspan._kernels.hopper.split_kv import KvSplit, best_split
 from longspan._kernels.protocol import AttentionInputs, Grads, State, Work
 from longspan._masks.static_table import StaticTable
 
-_L2_BYTES = 32 * 2**20  # KV of the heads in use at once should fit into so much of L2
+L2_BYTES = 32 * 2**20  # KV of the heads in use at once should fit into so much of L2
 _FORWARD_THREE = "forward by three groups"  # name of a pass
 
 
@@ -268,7 +268,7 @@ class HopperCall(LaunchCall):
     def _prepare_three_groups(self, one: Pass) -> PreparedLaunch:
         """The launch of `forward_three.forward_three_kernel`."""
         q, config, ctas = self.q, forward_three_config(), persistent_ctas(self.q.device)
-        _, shared = self.work_arguments(one, Cut(m=128, n=config.n, l2_bytes=_L2_BYTES, ctas_in_flight=ctas))
+        _, shared = self.work_arguments(one, Cut(m=128, n=config.n, l2_bytes=L2_BYTES, ctas_in_flight=ctas))
         items, *runs = half_tiles = half_tile_items(self.work.table, self.work.kv_tiles)
         rows, heads = len(items), q.shape[0] * q.shape[1]
         order = self._order(items[:, 5].tolist(), rows * heads, shared, ctas, subs=1, batches=q.shape[0], splittable=False)
@@ -303,7 +303,7 @@ class HopperCall(LaunchCall):
         dq = tensors.get("dq_ptr") if one.name == "dkdv" else None
         item_queries = 128 if one.name == "dkdv" else config.m  # an item of the dK/dV kernel has keys, not queries
         cut = Cut(
-            m=min(item_queries, self.work.q_tiles.block), n=config.n // 2 if kv_pairs else config.n, l2_bytes=_L2_BYTES,
+            m=min(item_queries, self.work.q_tiles.block), n=config.n // 2 if kv_pairs else config.n, l2_bytes=L2_BYTES,
             ctas_in_flight=ctas,
             added_bytes=0 if dq is None else dq.element_size() * q.shape[-1], head_parts=known.get("head_parts", 1),
         )  # fmt: skip
@@ -393,7 +393,10 @@ class HopperCall(LaunchCall):
             tiles = part_descriptors(("q", "do"), tensors, rows=config.m // 2)
         else:
             dq = tensors.get("dq_ptr")
-            config = half_dkv_config(d, e) if self.work.kv_tiles.block < 128 else wide_dkv_config(d, e)
+            config = wide_dkv_config(d, e)
+            if self.work.kv_tiles.block < 128:
+                alone = self.work.q_tiles.block < 128 and not pairs_of(self.work)[1]
+                config = half_dkv_config(d, e, queries=64 if alone else 128)
             if one.kernel is dkv_kernel:
                 plain = self.work.score is None and self.work.q_tiles.block >= 128
                 config = dkv_config(d, with_dq=dq is not None, plain=plain)
@@ -433,7 +436,7 @@ class HopperCall(LaunchCall):
         kv_bytes = self.work.table.nominal.batch * self.kv_len * (self.q.shape[-1] + self.v.shape[-1]) * self.q.element_size()
         return best_order(
             row_blocks, heads=heads, batches=batches, subs=subs, shared=heads_per_kv,
-            heads_in_l2=heads_per_kv * (_L2_BYTES // max(1, kv_bytes)), ctas=ctas,
+            heads_in_l2=heads_per_kv * (L2_BYTES // max(1, kv_bytes)), ctas=ctas,
             end_time=lambda lengths: best_split(lengths, items, ctas=ctas, splittable=splittable)[1],
         )  # fmt: skip
 
