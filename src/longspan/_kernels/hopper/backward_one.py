@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from longspan._kernels.gpu.device_library import LOG2_E
 from longspan._kernels.gpu.row_terms import first_term
 from longspan._kernels.gpu.tile_access import wide
-from longspan._kernels.hopper.forward_one import DYNAMIC, Items, load, load_rows, place_item, start_product
+from longspan._kernels.hopper.forward_one import DYNAMIC, Items, item_slots, load, load_rows, place_item, receive_item, start_product
 from longspan._kernels.hopper.forward_producer import GROUP_ROWS
 from longspan._kernels.hopper.gluon_names import barrier
 from longspan._kernels.hopper.pipeline import KvBarriers, load_int, mbarriers, next_use, shared_ints, tile_2d
@@ -52,7 +52,7 @@ def _score_grads(
 @gluon.jit
 def _accumulate(
     q_ptr, do_ptr, norm_ptr, delta_ptr, dq_ptr, q_stride, do_stride, dq_stride, items, q_len, kv_len, scale, first_b, first_h,
-    mask_captured, mask_sizes, q_s, k_s, v_s, places_s, bars,
+    mask_captured, mask_sizes, slots, q_s, k_s, v_s, places_s, bars,
     MASK: gl.constexpr, MASKED: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr,
     EP: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
 ):  # fmt: skip
@@ -66,7 +66,9 @@ def _accumulate(
     rows = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout))
     zero = gl.full([GROUP_ROWS, N], 0.0, gl.float32, layout=layout)
     k_slot, k_phase, v_slot, v_phase = 0, 0, 0, 0
-    for item in range(gl.program_id(0), items.number, gl.num_programs(0)):
+    t = 0  # items so far
+    item = receive_item(t, slots)
+    while item < items.number:
         b, h, tile, _, partials, tiles = place_item(item, items, PER_BATCH, PER_HEAD)
         partials, blocks, q_first = partials * N_SUBS, tiles * N_SUBS, tile * GROUP_ROWS
         q = load_rows(q_ptr, q_stride, b, h, q_first, q_len, D, DP, by_row)
@@ -116,13 +118,15 @@ def _accumulate(
             dq, weights = warpgroup_mma_wait(0, deps=[dq_next, weights])
             mbarrier.arrive(bars.k_empty.index(k_slot), count=1)
             k_slot, k_phase = next_use(k_slot, k_phase, k_s.shape[0])
+        t += 1
+        item = receive_item(t, slots)
         head = dq_ptr + wide(b) * dq_stride[0] + wide(h) * dq_stride[1]
         store_tile(head, dq * scale, q_first, q_len - q_first, dq_stride[2], D, DP, False)
 
 
 @gluon.jit(do_not_specialize=DYNAMIC)
 def dq_one_kernel(
-    q_ptr, k_desc, v_desc, do_ptr, norm_ptr, delta_ptr, dq_ptr, q_stride, do_stride, dq_stride, order, partial, counts,
+    q_ptr, k_desc, v_desc, do_ptr, norm_ptr, delta_ptr, dq_ptr, counter, q_stride, do_stride, dq_stride, order, partial, counts,
     mask_captured, mask_sizes, items, rows, tiles, heads, shared, group, q_len, kv_len, scale, first_b, first_h,
     MASK: gl.constexpr, MASKED: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
@@ -132,7 +136,7 @@ def dq_one_kernel(
     q_s = gl.allocate_shared_memory(dtype, [GROUP_ROWS, DP], gl.NVMMASharedLayout.get_default_for([GROUP_ROWS, DP], dtype))
     k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, DP], k_desc.layout)
     v_s = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, N, EP], v_desc.layout)
-    places_s = shared_ints(STAGES)
+    places_s, slots = shared_ints(STAGES), item_slots()
     bars = KvBarriers(mbarriers(STAGES, 1), mbarriers(STAGES, 1), mbarriers(V_STAGES, 1), mbarriers(V_STAGES, 1))
     everything = Items(items, order, rows, tiles, heads, group, counts, partial[0])
     fence_async_shared()
@@ -140,10 +144,12 @@ def dq_one_kernel(
         [
             (_accumulate, (
                 q_ptr, do_ptr, norm_ptr, delta_ptr, dq_ptr, q_stride, do_stride, dq_stride, everything, q_len, kv_len, scale, first_b,
-                first_h, mask_captured, mask_sizes, q_s, k_s, v_s, places_s, bars, MASK, MASKED, N, N_SUBS, D, DP, E, EP, PER_BATCH,
-                PER_HEAD,
+                first_h, mask_captured, mask_sizes, slots, q_s, k_s, v_s, places_s, bars, MASK, MASKED, N, N_SUBS, D, DP, E, EP,
+                PER_BATCH, PER_HEAD,
             )),
-            (load, (k_desc, v_desc, partial[1], everything, shared, k_s, v_s, places_s, bars, 0, N, N_SUBS, PER_BATCH, PER_HEAD)),
+            (load, (
+                counter, k_desc, v_desc, partial[1], everything, shared, slots, k_s, v_s, places_s, bars, 0, N, N_SUBS, PER_BATCH, PER_HEAD,
+            )),
         ],
         [1],
         [24],

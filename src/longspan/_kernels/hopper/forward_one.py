@@ -2,10 +2,12 @@
 
 Two CTAs share an SM: one computes exponentials while the other one runs wgmma. `hopper.forward` gives an item of 64 queries to two warp
 groups, which compute two heads; this kernel is for heads that have no other head with the same choice and KV head. Queries and
-probabilities are in registers. CTAs are persistent: the rings of stages continue from one item to the next. Time runs downwards:
+probabilities are in registers. CTAs are persistent: the rings of stages continue from one item to the next. They take items from a global
+counter, so that all of them work on the same few heads, whose KV stays in L2. Time runs downwards:
 
   load warp                 warp group
   ─────────                 ──────────
+  item ──item_full──►
   K 0 ────k_full────►       S₀ = Q K₀ᵀ                                 ──k_empty──►
   K 1 ────k_full────►       P₀ = exp2(S₀ − m), while S₁ = Q K₁ᵀ runs   ──k_empty──►
   V 0 ────v_full────►
@@ -38,7 +40,19 @@ from longspan._kernels.hopper.forward_producer import GROUP_ROWS
 from longspan._kernels.hopper.gluon_names import tma_load
 from longspan._kernels.hopper.none_arg import optional
 from longspan._kernels.hopper.online_softmax import end_rows, softmax_block, start_rows
-from longspan._kernels.hopper.pipeline import Captured, KvBarriers, load_int, mbarriers, next_use, shared_ints, store_int, tile_2d
+from longspan._kernels.hopper.pipeline import (
+    Captured,
+    KvBarriers,
+    load_int,
+    mbarriers,
+    next_use,
+    ring_phase,
+    ring_slot,
+    shared_ints,
+    store_int,
+    take_item,
+    tile_2d,
+)
 from longspan._kernels.hopper.running_max import rescaled
 from longspan._kernels.hopper.tile_io import load_tile, store_tile
 
@@ -58,6 +72,17 @@ class Items(NamedTuple):
     group: Any
     counts: Any
     begins: Any
+
+
+ITEM_SLOTS = gl.constexpr(2)  # item numbers in flight
+
+
+class ItemSlots(NamedTuple):
+    """A ring of item numbers in shared memory and its mbarriers."""
+
+    numbers: Any
+    full: Any
+    empty: Any
 
 
 class Tensors(NamedTuple):
@@ -92,13 +117,44 @@ def load_rows(ptr, stride, b, h, row, q_len, D: gl.constexpr, DP: gl.constexpr, 
 
 
 @gluon.jit
+def item_slots():
+    return ItemSlots(shared_ints(ITEM_SLOTS), mbarriers(ITEM_SLOTS, 1), mbarriers(ITEM_SLOTS, 1))
+
+
+@gluon.jit
+def _publish(item, t, slots):
+    """Hand over the number of this CTA's item t, as soon as there is room."""
+    slot = ring_slot(t, ITEM_SLOTS)
+    mbarrier.wait(slots.empty.index(slot), ring_phase(t, ITEM_SLOTS) ^ 1)
+    store_int(slots.numbers, slot, item)
+    mbarrier.arrive(slots.full.index(slot), count=1)
+
+
+@gluon.jit
+def receive_item(t, slots):
+    """The number of this CTA's item t; not below the number of items if there is none."""
+    slot = ring_slot(t, ITEM_SLOTS)
+    mbarrier.wait(slots.full.index(slot), ring_phase(t, ITEM_SLOTS))
+    item = load_int(slots.numbers, slot)
+    mbarrier.arrive(slots.empty.index(slot), count=1)
+    return item
+
+
+@gluon.jit
 def load(
-    k_desc, v_desc, listed, items, shared, k_s, v_s, places_s, bars,
+    counter, k_desc, v_desc, listed, items, shared, slots, k_s, v_s, places_s, bars,
     LAG: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
 ):  # fmt: skip
-    """The load warp. LAG: blocks of K that are loaded before V of the first block. places_s: first key of each block of K."""
+    """The load warp, which also takes items from the counter.
+
+    LAG: blocks of K that are loaded before V of the first block. places_s: first key of each block of K.
+    """
     k_slot, k_phase, v_slot, v_phase = 0, 0, 0, 0
-    for item in range(gl.program_id(0), items.number, gl.num_programs(0)):
+    t = 0  # items so far
+    item = gl.program_id(0)
+    while item < items.number:
+        _publish(item, t, slots)
+        following = take_item(counter)
         b, h, _, begin, _, tiles = place_item(item, items, PER_BATCH, PER_HEAD)
         kv_head, blocks = h // shared, tiles * N_SUBS
         tile = gl.load(listed + begin, mask=tiles > 0, other=0)
@@ -119,13 +175,16 @@ def load(
                 v_slot, v_phase = next_use(v_slot, v_phase, v_s.shape[0])
             before = first
             tile = later
+        item = gl.num_programs(0) + following
+        t += 1
+    _publish(item, t, slots)
 
 
 @gluon.jit
 def _next_item(
     item, tensors, items, q_len, D: gl.constexpr, DP: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """(batch row, head, query tile, partial tiles, tiles, queries) of an item, or of the last one if there is no such item."""
+    """(batch row, head, query tile, partial tiles, tiles, queries) of an item; of the last one if there is no such item."""
     b, h, tile, _, partials, tiles = place_item(gl.minimum(item, items.number - 1), items, PER_BATCH, PER_HEAD)
     return b, h, tile, partials, tiles, load_rows(tensors.q, tensors.q_stride, b, h, tile * GROUP_ROWS, q_len, D, DP, layout)
 
@@ -152,7 +211,7 @@ def _softmax(
 
 @gluon.jit
 def attend(
-    tensors, items, q_len, kv_len, scale, first_b, first_h, captured, k_s, v_s, places_s, bars,
+    tensors, items, q_len, kv_len, scale, first_b, first_h, captured, slots, k_s, v_s, places_s, bars,
     MASK: gl.constexpr, BOUNDS: gl.constexpr, VISIBLE: gl.constexpr, MASKED: gl.constexpr, SCALE_IN_EXP: gl.constexpr, N: gl.constexpr,
     N_SUBS: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
@@ -166,14 +225,15 @@ def attend(
     rows = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout))
     zero = gl.full([GROUP_ROWS, N], 0.0, gl.float32, layout=layout)
     k_slot, k_phase, v_slot, v_phase = 0, 0, 0, 0
-    first = gl.program_id(0)
+    t = 0  # items so far
+    item = receive_item(t, slots)
     b_next, h_next, tile_next, partials_next, tiles_next, q_next = _next_item(
-        first, tensors, items, q_len, D, DP, PER_BATCH, PER_HEAD, q_layout
+        item, tensors, items, q_len, D, DP, PER_BATCH, PER_HEAD, q_layout
     )
-    for item in range(first, items.number, gl.num_programs(0)):
+    while item < items.number:
+        t += 1
         b, h, q, q_first = b_next, h_next, q_next, tile_next * GROUP_ROWS
         partials, blocks = partials_next * N_SUBS, tiles_next * N_SUBS
-        after = item + gl.num_programs(0)
         global_b, global_h = b + first_b, h + first_h
         of_head = captured
         if BOUNDS is not None:
@@ -236,15 +296,17 @@ def attend(
             weights = gl.convert_layout(p, p_layout)
             mbarrier.wait(bars.v_full.index(v_slot), v_phase)
             acc_next = warpgroup_mma(weights, tile_2d(v_s, v_slot), acc, is_async=True)
+            item = receive_item(t, slots)
             b_next, h_next, tile_next, partials_next, tiles_next, q_next = _next_item(
-                after, tensors, items, q_len, D, DP, PER_BATCH, PER_HEAD, q_layout
+                item, tensors, items, q_len, D, DP, PER_BATCH, PER_HEAD, q_layout
             )
             acc = warpgroup_mma_wait(0, deps=[acc_next])
             mbarrier.arrive(bars.v_empty.index(v_slot), count=1)
             v_slot, v_phase = next_use(v_slot, v_phase, v_s.shape[0])
         else:
+            item = receive_item(t, slots)
             b_next, h_next, tile_next, partials_next, tiles_next, q_next = _next_item(
-                after, tensors, items, q_len, D, DP, PER_BATCH, PER_HEAD, q_layout
+                item, tensors, items, q_len, D, DP, PER_BATCH, PER_HEAD, q_layout
             )
         m, total, max_scores = end_rows(m, total, max_scores, layout)
         rows_left = q_len - q_first
@@ -267,13 +329,13 @@ def attend(
 
 @gluon.jit(do_not_specialize=DYNAMIC)
 def forward_one_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, old_out_ptr, old_lse_ptr, q_stride, out_stride, old_out_stride, order, partial, counts,
-    mask_captured, mask_sizes, items, rows, tiles, heads, shared, group, q_len, kv_len, scale, first_b, first_h,
+    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, old_out_ptr, old_lse_ptr, counter, q_stride, out_stride, old_out_stride,
+    order, partial, counts, mask_captured, mask_sizes, items, rows, tiles, heads, shared, group, q_len, kv_len, scale, first_b, first_h,
     MASK: gl.constexpr, BOUNDS: gl.constexpr, VISIBLE: gl.constexpr, MASKED: gl.constexpr, PER_BATCH: gl.constexpr,
     PER_HEAD: gl.constexpr, SCALE_IN_EXP: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, D: gl.constexpr, DP: gl.constexpr,
     E: gl.constexpr, EP: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """out and lse of all query tiles, merged into an old state where there is one.
+    """out and lse of all query tiles, merged into an old state where there is one. counter: int32 zero.
 
     partial, counts: lists of KV tiles by query tile (`gpu.selected_tables`); full tiles of a list follow its partial ones.
     MASKED: whether a tile may be partial. BOUNDS, VISIBLE: of a mask of comparisons (`longspan._kernels.gpu.row_bounds`), or None.
@@ -281,7 +343,7 @@ def forward_one_kernel(
     dtype: gl.constexpr = k_desc.dtype
     k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, DP], k_desc.layout)
     v_s = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, N, EP], v_desc.layout)
-    places_s = shared_ints(STAGES)
+    places_s, slots = shared_ints(STAGES), item_slots()
     bars = KvBarriers(mbarriers(STAGES, 1), mbarriers(STAGES, 1), mbarriers(V_STAGES, 1), mbarriers(V_STAGES, 1))
     everything = Items(items, order, rows, tiles, heads, group, counts, partial[0])
     tensors = Tensors(
@@ -292,10 +354,12 @@ def forward_one_kernel(
     gl.warp_specialize(
         [
             (attend, (
-                tensors, everything, q_len, kv_len, scale, first_b, first_h, captured, k_s, v_s, places_s, bars, MASK, BOUNDS, VISIBLE,
-                MASKED, SCALE_IN_EXP, N, N_SUBS, D, DP, E, EP, PER_BATCH, PER_HEAD,
+                tensors, everything, q_len, kv_len, scale, first_b, first_h, captured, slots, k_s, v_s, places_s, bars, MASK, BOUNDS,
+                VISIBLE, MASKED, SCALE_IN_EXP, N, N_SUBS, D, DP, E, EP, PER_BATCH, PER_HEAD,
             )),
-            (load, (k_desc, v_desc, partial[1], everything, shared, k_s, v_s, places_s, bars, 1, N, N_SUBS, PER_BATCH, PER_HEAD)),
+            (load, (
+                counter, k_desc, v_desc, partial[1], everything, shared, slots, k_s, v_s, places_s, bars, 1, N, N_SUBS, PER_BATCH, PER_HEAD,
+            )),
         ],
         [1],
         [24],

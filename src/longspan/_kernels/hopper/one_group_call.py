@@ -13,6 +13,7 @@ from longspan._kernels.gpu.launch_call import Cut, LaunchCall, Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch
 from longspan._kernels.gpu.row_bounds import bounds_functions
 from longspan._kernels.gpu.selected_tables import SelectedTables
+from longspan._kernels.gpu.workspace import Workspace
 from longspan._kernels.hopper.backward_one import dq_one_kernel
 from longspan._kernels.hopper.config import one_group_config
 from longspan._kernels.hopper.descriptors import tile_descriptor, width
@@ -74,5 +75,6 @@ class OneGroupCall(LaunchCall):
             device=q.device,
             descriptors={"k_desc": kv, "v_desc": kv},
             constants={**one.settings, **shared, **own},
+            workspace=Workspace(device=q.device, zeros=(1,)),  # the item counter
             tables_vary=True,
         )
