@@ -113,8 +113,9 @@ def measure(row: Row, tokens: int, kernel: str, peers: list[str]) -> dict[str, A
 def _tables_ms(row: Row, q: Tensor, k: Tensor, indices: Tensor) -> float:
     """Device time from indices to the tables of both passes, or to the lists of single keys; 0 where the kernel reads the indices."""
     from longspan._kernels.gpu.chosen_keys import ChosenKeysCall
-    from longspan._kernels.gpu.selected_tables import tile_of, tiled_work
-    from longspan._kernels.protocol import AttentionInputs, Selection, Work
+    from longspan._kernels.gpu.selected_tables import SelectedTables, tile_of
+    from longspan._kernels.protocol import AttentionInputs, Selection, SelectsKeys, Work
+    from longspan._kernels.registry import kernel_named
     from longspan._kernels.tiling import Tiling
     from longspan._masks.tracing import trace
 
@@ -126,14 +127,16 @@ def _tables_ms(row: Row, q: Tensor, k: Tensor, indices: Tensor) -> float:
     rest = ls.causal() if row.causal else ls.full()
     table = rest.block_table(tokens, block=block or BLOCK)
     tilings = (Tiling(length=tokens, block=b) for b in table.block)
-    work = Work(table=table, q_tiles=next(tilings), kv_tiles=next(tilings), scale=1.0)
-    inputs = AttentionInputs(q=q, k=k, v=k)
+    work = Work(table=table, q_tiles=next(tilings), kv_tiles=next(tilings), scale=1.0, mask=trace(rest, "mask").program)
+    inputs, kernel = AttentionInputs(q=q, k=k, v=k), kernel_named("hopper")
+    assert isinstance(kernel, SelectsKeys)
 
     def build() -> None:
         if block is None:
-            ChosenKeysCall(inputs, replace(work, mask=trace(rest, "mask").program), selection).lists()
+            ChosenKeysCall(inputs, work, selection).lists()
             return
-        tables: Any = tiled_work(inputs, work, selection, dummy=True).device_tables
+        tables = kernel.select(inputs, work, selection).device_tables
+        assert isinstance(tables, SelectedTables)
         tables.of_pass(by_query=True, shared=shared)
         tables.of_pass(by_query=False, shared=shared)
 

@@ -194,8 +194,8 @@ def test_hopper_computes_tiles_of_64_queries_of_two_heads_that_see_the_same_keys
     block: tuple[int, int], heads: tuple[int, int], by_head: bool, dim: int, expected: tuple[int, int] | None,
     paired: tuple[bool, bool] | None,
 ) -> None:  # fmt: skip
+    from longspan._kernels.gpu.selected_tables import computes_heads_alone
     from longspan._kernels.hopper import HopperKernel
-    from longspan._kernels.hopper.one_group_call import computes_heads_alone
     from longspan._kernels.triton import TritonKernel
 
     q, k = torch.zeros(1, heads[0], 256, dim), torch.zeros(1, heads[1], 256, dim)
@@ -212,6 +212,39 @@ def test_hopper_computes_tiles_of_64_queries_of_two_heads_that_see_the_same_keys
         work = kernel.select(inputs, work, selection)
         assert pairs_of(work) == paired
         assert computes_heads_alone(work) == (expected[0] == 64 and paired == (False, False))
+
+
+@pytest.mark.parametrize(
+    ("block", "length", "rest", "masked"),
+    [
+        ((64, 64), 192, ls.full(), False),
+        ((64, 64), 200, ls.full(), True),
+        ((64, 128), 192, ls.full(), True),  # the second half of the last tile has no keys
+        ((64, 128), 256, ls.full(), False),
+        ((64, 64), 192, ls.causal(), True),
+    ],
+)
+def test_heads_computed_one_by_one_mask_tiles_that_may_be_partial(
+    monkeypatch: pytest.MonkeyPatch, block: tuple[int, int], length: int, rest: ls.Mask, masked: bool
+) -> None:
+    from longspan._kernels.gpu.launch_call import Pass
+    from longspan._kernels.hopper import HopperKernel, one_group_call
+    from longspan._kernels.hopper.backward_one import dq_one_kernel
+    from longspan._kernels.triton import TritonKernel
+
+    monkeypatch.setattr(one_group_call, "persistent_ctas", lambda device: 132)
+    q = torch.zeros(1, 3, length, 128, dtype=torch.bfloat16)
+    indices = torch.zeros(1, 3, -(-length // block[0]), 1, dtype=torch.int32)
+    selection = Selection(indices=indices, granularity=block[1], q_granularity=block[0], heads_per_choice=1)
+    tilings = [Tiling(length=length, block=b) for b in block]
+    program = None if isinstance(rest, type(ls.full())) else trace(rest, "mask").program
+    work = Work(table=rest.block_table(length, block=block), q_tiles=tilings[0], kv_tiles=tilings[1], scale=1.0, mask=program)
+    inputs = AttentionInputs(q=q, k=q, v=q)
+    call = one_group_call.OneGroupCall(inputs, HopperKernel(fallback=TritonKernel()).select(inputs, work, selection))
+    names = dq_one_kernel.arg_names[: dq_one_kernel.arg_names.index("counter")]
+    launch = call.prepare(Pass(name="dq by one group", kernel=dq_one_kernel, tensors=dict.fromkeys(names, q)))
+    assert launch.constants["MASKED"] == masked
+    assert (launch.constants["N"], launch.constants["N_SUBS"], launch.ctas) == (64, block[1] // 64, 3 * -(-length // 64))
 
 
 def test_repeated_entries_are_dropped() -> None:
@@ -279,6 +312,29 @@ def test_non_finite_keys_that_a_query_does_not_see_change_no_bit(granularity: in
     # The last query sees the key, so the other keys that it sees get a NaN gradient.
     for name, a, b, hidden in zip(("out", "dq", "dk", "dv"), before, after, (1, 1, granularity, granularity), strict=True):
         assert torch.equal(a[:, :, :-hidden], b[:, :, :-hidden]), name
+
+
+@pytest.mark.parametrize("granularity", [16, 64])
+@pytest.mark.parametrize("scored", [False, True])
+def test_non_finite_keys_of_a_short_block_change_no_bit_of_queries_before_them(granularity: int, scored: bool) -> None:
+    """Rows of one query: keys of a block are loaded as neighbours, also those that the query does not see."""
+    torch.manual_seed(0)
+    tokens, bias = 40, torch.randn(40, device=DEVICE)
+    q, k, v, grad = (torch.randn(1, h, tokens, 32, device=DEVICE, dtype=torch.float16) for h in (2, 1, 1, 2))
+    q.requires_grad_()
+    last = torch.arange(tokens, dtype=torch.int32, device=DEVICE) // granularity
+    indices = torch.stack([last, torch.zeros_like(last), -torch.ones_like(last)], -1)[None, None].contiguous()
+    mask = ls.selected(indices, granularity, 1) & ls.causal()
+
+    def results() -> list[Tensor]:
+        score_mod = (lambda s, b, h, i, j: s.tanh() + bias[j]) if scored else None
+        out = ls.attention(q, k, v, mask=mask, score_mod=score_mod, kernel="triton")
+        return [out.detach(), *torch.autograd.grad(out, q, grad)]
+
+    before = results()
+    k[:, :, 37:], v[:, :, 35:] = torch.nan, torch.inf
+    for a, b in zip(before, results(), strict=True):
+        assert torch.equal(a[:, :, :35], b[:, :, :35]) and not a[:, :, 35:].isnan().any()
 
 
 def test_a_new_choice_builds_no_block_table_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

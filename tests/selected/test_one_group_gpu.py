@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 
 import longspan as ls
 from longspan._engine import selected as engine
+from longspan._kernels.gpu.selected_tables import computes_heads_alone
 from longspan._kernels.hopper.config import HOPPER
-from longspan._kernels.hopper.one_group_call import computes_heads_alone
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,6 +84,27 @@ def test_blocks_of_128_keys_and_odd_dims() -> None:
     check(case_of((3, 3), (430, 430), (64, 128), mask, sink=True), kernel="hopper")
 
 
+@pytest.mark.parametrize("dims", [(128, 128), (72, 40)])
+def test_a_last_block_of_128_keys_of_which_64_exist(dims: tuple[int, int]) -> None:
+    mask = ls.selected(choose((1, 3, 3, 2), 2, 10), 128, 64)
+    check(case_of((3, 3), (192, 192), dims, mask), kernel="hopper")
+
+
+def test_one_list_for_all_batch_rows_and_heads() -> None:
+    mask = ls.selected(choose((1, 1, 5, 4), 6, 11), 64, 64) & ls.documents([100, 283])
+    check(case_of((3, 1), (300, 383), (128, 128), mask, batch=2), kernel="hopper")
+
+
+@pytest.mark.parametrize("granularity", [64, 128])
+def test_deterministic_algorithms(granularity: int) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        mask = ls.selected(choose((1, 3, 6, 2), 3, 12), granularity, 64) & ls.causal()
+        check(case_of((3, 3), (333, 333), (128, 128), mask), kernel="hopper")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_a_negative_scale() -> None:
     mask = ls.selected(choose((1, 3, 6, 5), 6, 6), 64, 64) & ls.causal()
     q, k, v = (t.detach() for t in case_of((3, 3), (333, 333), (128, 128), mask).tensors.values())
@@ -93,14 +114,19 @@ def test_a_negative_scale() -> None:
 
 def test_many_items_per_cta() -> None:
     """Rings continue from item to item: 7 heads of 8,192 queries are 896 items."""
+    torch.manual_seed(0)
     indices = choose((1, 7, 128, 5), 128, 7)
-    q, k, v = (torch.randn(1, 7, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q, k, v, grad_out = (torch.randn(1, 7, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     mask = ls.selected(indices, 64, 64) & ls.causal()
     out, lse = ls.attention(q, k, v, mask=mask, return_lse=True, kernel="hopper")
     other, other_lse = ls.attention(q, k, v, mask=mask, return_lse=True, kernel="triton")
     torch.testing.assert_close(out, other, rtol=0, atol=0.02)
     torch.testing.assert_close(lse, other_lse, rtol=0, atol=1e-3)
     assert torch.equal(out, ls.attention(q, k, v, mask=mask, kernel="hopper"))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    ours, others = (torch.autograd.grad(ls.attention(q, k, v, mask=mask, kernel=name), leaves, grad_out) for name in ("hopper", "triton"))
+    for got, expected in zip(ours, others, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0.01 * float(expected.abs().max()))
 
 
 def test_a_graph_sees_new_indices() -> None:

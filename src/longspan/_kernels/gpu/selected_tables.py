@@ -417,6 +417,12 @@ def tiled_work(
     return replace(work, table=estimate, device_tables=tables)
 
 
+def computes_heads_alone(work: Work) -> bool:
+    """Whether the tiles of `work` were chosen and have 64 queries, of heads that `hopper` does not compute in pairs."""
+    tables = work.device_tables
+    return isinstance(tables, SelectedTables) and work.q_tiles.block == 64 and not tables.head_pairs
+
+
 def pairs_of(work: Work) -> tuple[bool, bool]:
     """(`kv_pairs`, `head_pairs`) of the device tables of a call."""
     tables = work.device_tables

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from longspan._kernels.gpu.device_library import LOG2_E
 from longspan._kernels.gpu.row_terms import first_term
 from longspan._kernels.gpu.tile_access import wide
-from longspan._kernels.hopper.forward_one import DYNAMIC, Items, item_slots, load, load_rows, place_item, receive_item, start_product
+from longspan._kernels.hopper.forward_one import DYNAMIC, Items, item_slots, load, load_operand, place_item, receive_item, start_product
 from longspan._kernels.hopper.forward_producer import GROUP_ROWS
 from longspan._kernels.hopper.gluon_names import barrier
 from longspan._kernels.hopper.pipeline import KvBarriers, load_int, mbarriers, next_use, shared_ints, tile_2d
@@ -71,11 +71,11 @@ def _accumulate(
     while item < items.number:
         b, h, tile, _, partials, tiles = place_item(item, items, PER_BATCH, PER_HEAD)
         partials, blocks, q_first = partials * N_SUBS, tiles * N_SUBS, tile * GROUP_ROWS
-        q = load_rows(q_ptr, q_stride, b, h, q_first, q_len, D, DP, by_row)
+        q = load_operand(q_ptr, q_stride, b, h, q_first, q_len, D, DP, by_row)
         barrier()  # all warps have computed the item before
         q_s.store(q)
         fence_async_shared()
-        do = load_rows(do_ptr, do_stride, b, h, q_first, q_len, E, EP, operand)
+        do = load_operand(do_ptr, do_stride, b, h, q_first, q_len, E, EP, operand)
         at, inside = first_term(b * items.heads + h, q_len) + q_first, rows < q_len - q_first
         norm = gl.expand_dims(gl.load(norm_ptr + at + rows, mask=inside, other=float("inf")), 1)
         delta = gl.expand_dims(gl.load(delta_ptr + at + rows, mask=inside, other=0.0), 1)
@@ -138,17 +138,17 @@ def dq_one_kernel(
     v_s = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, N, EP], v_desc.layout)
     places_s, slots = shared_ints(STAGES), item_slots()
     bars = KvBarriers(mbarriers(STAGES, 1), mbarriers(STAGES, 1), mbarriers(V_STAGES, 1), mbarriers(V_STAGES, 1))
-    everything = Items(items, order, rows, tiles, heads, group, counts, partial[0])
+    numbered = Items(items, order, rows, tiles, heads, group, counts, partial[0])
     fence_async_shared()
     gl.warp_specialize(
         [
             (_accumulate, (
-                q_ptr, do_ptr, norm_ptr, delta_ptr, dq_ptr, q_stride, do_stride, dq_stride, everything, q_len, kv_len, scale, first_b,
+                q_ptr, do_ptr, norm_ptr, delta_ptr, dq_ptr, q_stride, do_stride, dq_stride, numbered, q_len, kv_len, scale, first_b,
                 first_h, mask_captured, mask_sizes, slots, q_s, k_s, v_s, places_s, bars, MASK, MASKED, N, N_SUBS, D, DP, E, EP,
                 PER_BATCH, PER_HEAD,
             )),
             (load, (
-                counter, k_desc, v_desc, partial[1], everything, shared, slots, k_s, v_s, places_s, bars, 0, N, N_SUBS, PER_BATCH, PER_HEAD,
+                counter, k_desc, v_desc, partial[1], numbered, shared, slots, k_s, v_s, places_s, bars, 0, N, N_SUBS, PER_BATCH, PER_HEAD,
             )),
         ],
         [1],

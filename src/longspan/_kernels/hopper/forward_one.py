@@ -60,8 +60,8 @@ DYNAMIC = ["items", "rows", "tiles", "heads", "shared", "group", "q_len", "kv_le
 
 
 class Items(NamedTuple):
-    """Work items: their number, the order of table rows and its length, query tiles, heads, heads of a group (`place`), and, by table row,
-    numbers of partial and full tiles and places of lists.
+    """Work items: their number, the order of table rows and its length, query tiles, heads, heads of a group (`place`). Pairs by table row:
+    counts, its numbers of partial and of full tiles; begins, where its list begins and where its partial tiles end.
     """
 
     number: Any
@@ -108,8 +108,8 @@ def place_item(item, items, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(ptr, stride, b, h, row, q_len, D: gl.constexpr, DP: gl.constexpr, layout: gl.constexpr):
-    """[GROUP_ROWS, DP] rows of a head from `row` on, in the layout of an operand of wgmma; zeros past its end and past column D."""
+def load_operand(ptr, stride, b, h, row, q_len, D: gl.constexpr, DP: gl.constexpr, layout: gl.constexpr):
+    """[GROUP_ROWS, DP] rows of a head from `row` on, in their dtype; zeros past its end and past column D."""
     i = gl.expand_dims(gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout)), 1)
     d = gl.expand_dims(gl.arange(0, DP, layout=gl.SliceLayout(0, layout)), 0)
     first = ptr + wide(b) * stride[0] + wide(h) * stride[1] + wide(row) * stride[2]
@@ -118,6 +118,7 @@ def load_rows(ptr, stride, b, h, row, q_len, D: gl.constexpr, DP: gl.constexpr, 
 
 @gluon.jit
 def item_slots():
+    """An empty ring of item numbers."""
     return ItemSlots(shared_ints(ITEM_SLOTS), mbarriers(ITEM_SLOTS, 1), mbarriers(ITEM_SLOTS, 1))
 
 
@@ -186,7 +187,7 @@ def _next_item(
 ):  # fmt: skip
     """(batch row, head, query tile, partial tiles, tiles, queries) of an item; of the last one if there is no such item."""
     b, h, tile, _, partials, tiles = place_item(gl.minimum(item, items.number - 1), items, PER_BATCH, PER_HEAD)
-    return b, h, tile, partials, tiles, load_rows(tensors.q, tensors.q_stride, b, h, tile * GROUP_ROWS, q_len, D, DP, layout)
+    return b, h, tile, partials, tiles, load_operand(tensors.q, tensors.q_stride, b, h, tile * GROUP_ROWS, q_len, D, DP, layout)
 
 
 @gluon.jit
@@ -345,7 +346,7 @@ def forward_one_kernel(
     v_s = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, N, EP], v_desc.layout)
     places_s, slots = shared_ints(STAGES), item_slots()
     bars = KvBarriers(mbarriers(STAGES, 1), mbarriers(STAGES, 1), mbarriers(V_STAGES, 1), mbarriers(V_STAGES, 1))
-    everything = Items(items, order, rows, tiles, heads, group, counts, partial[0])
+    numbered = Items(items, order, rows, tiles, heads, group, counts, partial[0])
     tensors = Tensors(
         q_ptr, out_ptr, lse_ptr, optional(old_out_ptr), optional(old_lse_ptr), q_stride, out_stride, old_out_stride
     )  # fmt: skip
@@ -354,11 +355,11 @@ def forward_one_kernel(
     gl.warp_specialize(
         [
             (attend, (
-                tensors, everything, q_len, kv_len, scale, first_b, first_h, captured, slots, k_s, v_s, places_s, bars, MASK, BOUNDS,
+                tensors, numbered, q_len, kv_len, scale, first_b, first_h, captured, slots, k_s, v_s, places_s, bars, MASK, BOUNDS,
                 VISIBLE, MASKED, SCALE_IN_EXP, N, N_SUBS, D, DP, E, EP, PER_BATCH, PER_HEAD,
             )),
             (load, (
-                counter, k_desc, v_desc, partial[1], everything, shared, slots, k_s, v_s, places_s, bars, 1, N, N_SUBS, PER_BATCH, PER_HEAD,
+                counter, k_desc, v_desc, partial[1], numbered, shared, slots, k_s, v_s, places_s, bars, 1, N, N_SUBS, PER_BATCH, PER_HEAD,
             )),
         ],
         [1],

@@ -36,7 +36,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from longspan._environment import switch
-from longspan._kernels.gpu.selected_tables import pairs_of
+from longspan._kernels.gpu.selected_tables import computes_heads_alone, pairs_of
 from longspan._kernels.gpu.tile_access import load_rows, wide
 from longspan._kernels.hopper.gluon_names import barrier, reinterpret
 from longspan._kernels.hopper.pipeline import lane_number, load_int, mbarriers, store_int
@@ -65,8 +65,8 @@ def isolation_demanded() -> bool:
 
 
 def isolates(work: Work) -> bool:
-    """Whether passes are isolated (`hopper.isolation`). Without a mask, all rows see the same keys. Chosen blocks of 64 are not."""
-    return work.mask is not None and isolation_enabled() and pairs_of(work) == (False, False)
+    """Whether passes are isolated (`hopper.isolation`). Without a mask, all rows see the same keys. Chosen tiles of 64 are not."""
+    return work.mask is not None and isolation_enabled() and pairs_of(work) == (False, False) and not computes_heads_alone(work)
 
 
 class BlockIsolation(NamedTuple):

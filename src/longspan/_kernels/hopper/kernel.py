@@ -19,14 +19,14 @@ from longspan._kernels.gpu.listed_tables import listed_work
 from longspan._kernels.gpu.lookup_bounds import check_lookups
 from longspan._kernels.gpu.row_terms import delta as row_delta
 from longspan._kernels.gpu.row_terms import empty_padded_rows, padded_rows
-from longspan._kernels.gpu.selected_tables import tile_of, tiled_work
+from longspan._kernels.gpu.selected_tables import computes_heads_alone, tile_of, tiled_work
 from longspan._kernels.gpu.workspace import zeroed as int_zeros
 from longspan._kernels.hopper.config import HOPPER, MAX_DIM, computes_dq_with_dkv, takes_wide_dkv
 from longspan._kernels.hopper.dq_order import ordered_dq_pays
 from longspan._kernels.hopper.gathered_call import GatheredCall, GatheredKeys, gathers_heads
 from longspan._kernels.hopper.gqa_split import head_parts_of, order_sizes
 from longspan._kernels.hopper.isolation import isolates, isolation_demanded
-from longspan._kernels.hopper.one_group_call import OneGroupCall, computes_heads_alone
+from longspan._kernels.hopper.one_group_call import OneGroupCall
 from longspan._kernels.hopper.passes import (
     HopperCall,
     RowGrads,

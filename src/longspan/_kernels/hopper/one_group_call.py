@@ -12,7 +12,6 @@ from longspan._kernels.gpu.compile_options import FUSED, REGISTERS
 from longspan._kernels.gpu.launch_call import Cut, LaunchCall, Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch
 from longspan._kernels.gpu.row_bounds import bounds_functions
-from longspan._kernels.gpu.selected_tables import SelectedTables
 from longspan._kernels.gpu.workspace import Workspace
 from longspan._kernels.hopper.backward_one import dq_one_kernel
 from longspan._kernels.hopper.config import one_group_config
@@ -22,12 +21,6 @@ from longspan._kernels.hopper.passes import L2_BYTES, RowGrads, persistent_ctas,
 from longspan._kernels.protocol import AttentionInputs, State, Work
 
 _CTAS_PER_SM = 2
-
-
-def computes_heads_alone(work: Work) -> bool:
-    """Whether the tiles of `work` have 64 queries of heads that are not computed in pairs (`hopper.half_blocks`)."""
-    tables = work.device_tables
-    return isinstance(tables, SelectedTables) and work.q_tiles.block == 64 and not tables.head_pairs
 
 
 class OneGroupCall(LaunchCall):
@@ -65,7 +58,7 @@ class OneGroupCall(LaunchCall):
         bounds, visible = bounds_functions(mask, launch.options(self.work, q.dtype))
         kv = partial(tile_descriptor, rows=config.n)
         own = {
-            "items": items, "BOUNDS": bounds, "VISIBLE": visible, "MASKED": mask is not None or self.kv_len % config.n != 0,
+            "items": items, "BOUNDS": bounds, "VISIBLE": visible, "MASKED": mask is not None or self.kv_len % self.work.kv_tiles.block != 0,
             "D": q.shape[-1], "DP": d, "EP": e, "STAGES": config.stages, "V_STAGES": config.second_stages,
         }  # fmt: skip
         return PreparedLaunch(

@@ -20,7 +20,7 @@ from longspan._kernels.gpu.launch_call import Cut, LaunchCall, Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, Tensors, layout_launch
 from longspan._kernels.gpu.row_bounds import bounds_functions
 from longspan._kernels.gpu.row_terms import empty_padded_rows, padded_length, rows_by_tile
-from longspan._kernels.gpu.selected_tables import pairs_of
+from longspan._kernels.gpu.selected_tables import computes_heads_alone, pairs_of
 from longspan._kernels.gpu.uniform_lookup import flat_functions
 from longspan._kernels.gpu.workspace import Workspace
 from longspan._kernels.hopper.backward_dkv import dkv_kernel
@@ -395,8 +395,7 @@ class HopperCall(LaunchCall):
             dq = tensors.get("dq_ptr")
             config = wide_dkv_config(d, e)
             if self.work.kv_tiles.block < 128:
-                alone = self.work.q_tiles.block < 128 and not pairs_of(self.work)[1]
-                config = half_dkv_config(d, e, queries=64 if alone else 128)
+                config = half_dkv_config(d, e, queries=64 if computes_heads_alone(self.work) else 128)
             if one.kernel is dkv_kernel:
                 plain = self.work.score is None and self.work.q_tiles.block >= 128
                 config = dkv_config(d, with_dq=dq is not None, plain=plain)

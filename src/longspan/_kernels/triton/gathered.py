@@ -3,9 +3,9 @@
     forward     per N chosen keys: indices → K rows (gathered) → S = QKᵀ → P → V rows (gathered) → acc += PV
     backward    the same loop once: S, dP = dO Vᵀ, dS;  dQ += dS K;  dK[keys] += dSᵀ Q and dV[keys] += Pᵀ dO by atomic additions
 
-Blocks smaller than a tile take this path: tiles of keys that neighbours in a sequence did not choose would be mostly masked. Keys that a
-query does not see are not loaded, so non-finite values in them cannot reach it. dK and dV are summed in float32 in arrival order: calls
-with deterministic algorithms take the path of general masks.
+Blocks smaller than a tile take this path: tiles of keys that neighbours in a sequence did not choose would be mostly masked. A
+non-finite number in a token that no row sees reaches none: values are not loaded, nor keys in the backward pass, and forward scores are
+masked. dK and dV are summed in float32 in arrival order: calls with deterministic algorithms take the path of general masks.
 
 Legend: M rows, of which the first `rows` are query heads of one KV head; N keys per step; indices [B or 1, choices, rows, K].
 """
@@ -95,23 +95,21 @@ def visible_keys(
 ):  # fmt: skip
     """(position of the first of N chosen keys, positions [N], whether they exist [N], whether each row sees each key [M, N]).
 
-    Keys of one block are neighbours. Otherwise, the first position is not known, and the position of a key that does not exist is 0.
+    The position of a key that does not exist is 0. first: of keys of one block, which are neighbours; otherwise 0.
     """
     if GRANULARITY % N == 0:
         entry = tl.load(chosen + n // GRANULARITY)
         first = tl.maximum(entry, 0) * GRANULARITY + n % GRANULARITY
         kv = first + tl.arange(0, N)
-        inside = (entry >= 0) & (kv < kv_len)
     else:
         first, j = 0, n + tl.arange(0, N)
         entry = tl.load(chosen + j // GRANULARITY, mask=j < entries * GRANULARITY, other=-1)
         kv = entry * GRANULARITY + j % GRANULARITY
-        inside = (entry >= 0) & (kv < kv_len)
-        kv = tl.where(inside, kv, 0)
+    inside = (entry >= 0) & (kv < kv_len)
+    kv = tl.where(inside, kv, 0)  # programs index captured tensors by kv: no negative or padded positions
     visible = inside[None, :] & (tl.arange(0, M)[:, None] < M)
     if MASK is not None:
-        at = tl.where(inside, kv, 0)  # programs index captured tensors by kv: no negative or padded positions
-        visible = visible & MASK(b, head[:, None], tl.zeros([1, 1], tl.int32) + q, at[None, :], mask_captured, mask_sizes)
+        visible = visible & MASK(b, head[:, None], tl.zeros([1, 1], tl.int32) + q, kv[None, :], mask_captured, mask_sizes)
     return first, kv, inside, visible
 
 
@@ -119,7 +117,7 @@ def visible_keys(
 def rows_at(head, stride, first, kv, DIM: tl.constexpr, PADDED: tl.constexpr, GRANULARITY: tl.constexpr, N: tl.constexpr):
     """(pointers [N, PADDED] to rows at positions kv, whether each column exists [1, PADDED]). first: of `visible_keys`.
 
-    Rows of one block have one address, and offsets that no step changes.
+    Rows of one block have one base address, and offsets that no step changes.
     """
     d = tl.arange(0, PADDED)
     if GRANULARITY % N == 0:

@@ -57,7 +57,7 @@ def without_repeats(indices: Tensor, blocks: int) -> Tensor:
 def _shape(m: int, granularity: int, *, backward: bool, wide: bool) -> tuple[int, int, int]:
     """(warps, stages, keys per step) for m rows of a tile. wide: head dims over 128, or float32.
 
-    Up to 16 rows, bound by L2: CTAs of one warp, which no other warp waits for. H200, NSA's rows of one query (8 heads, blocks of 64 keys,
+    Up to 16 rows, bound by L2: CTAs of one warp, without barriers between warps. H200, NSA's rows of one query (8 heads, blocks of 64 keys,
     D 128), TFLOP/s with 4 warps: forward 55, backward 28; with one: 75 and 34. Blocks of 16 keys: forward 49 and 66.
     """
     if wide:
