@@ -317,7 +317,7 @@ def test_non_finite_keys_that_a_query_does_not_see_change_no_bit(granularity: in
 @pytest.mark.parametrize("granularity", [16, 64])
 @pytest.mark.parametrize("scored", [False, True])
 def test_non_finite_keys_of_a_short_block_change_no_bit_of_queries_before_them(granularity: int, scored: bool) -> None:
-    """Rows of one query: keys of a block are loaded as neighbours, also those that the query does not see."""
+    """The kernel loads every key of a chosen block that exists, also the keys that the causal mask hides from the query."""
     torch.manual_seed(0)
     tokens, bias = 40, torch.randn(40, device=DEVICE)
     q, k, v, grad = (torch.randn(1, h, tokens, 32, device=DEVICE, dtype=torch.float16) for h in (2, 1, 1, 2))

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from tests.selected.cases import check
-from tests.selected.test_gathered_gpu import case_of
+from tests.selected.test_gathered_gpu import case_of, record_works
 
 pytest.importorskip("triton")
 
 import longspan as ls
-from longspan._engine import selected as engine
 from longspan._kernels.gpu.selected_tables import computes_heads_alone
 from longspan._kernels.hopper.config import HOPPER
 
@@ -25,17 +24,9 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Every call of a test computes heads one by one."""
-    used: list[bool] = []
-    of = engine.SelectedCall.of
-
-    def noted(*args: Any, **options: Any) -> Any:
-        call = of(*args, **options)
-        used.append(call is not None and computes_heads_alone(call.work))
-        return call
-
-    monkeypatch.setattr(engine.SelectedCall, "of", noted)
+    works = record_works(monkeypatch)
     yield
-    assert set(used) == {True}
+    assert works and all(work is not None and computes_heads_alone(work) for work in works)
 
 
 def choose(shape: tuple[int, ...], blocks: int, seed: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """dQ with one warp group: items of 64 queries of one head over tiles that were chosen on the device, as in `hopper.forward_one`.
 
-Two CTAs share an SM. dO, P and dS are in registers, which have no room for the queries. Time runs downwards; block n is 64 keys:
+Two CTAs share an SM. dO, P and dS are in registers; the queries stay in shared memory, for lack of registers. Block n is 64 keys.
+Time runs downwards:
 
   load warp                 warp group
   ─────────                 ──────────

@@ -50,6 +50,19 @@ class OutputStrides(NamedTuple):
     complete_out: Any
 
 
+class ForwardTensors(NamedTuple):
+    """Pointers and strides of q, out and the old state; of the lse. The old state may be None. For kernels without split-KV."""
+
+    q: Any
+    out: Any
+    lse: Any
+    old_out: Any
+    old_lse: Any
+    q_stride: Any
+    out_stride: Any
+    old_out_stride: Any
+
+
 @gluon.jit
 def by_row(x, layout: gl.constexpr):
     """x [rows] as [rows, 1], to be broadcast against a tile in `layout`."""
@@ -63,6 +76,15 @@ def merge(m, total, old_m):
     base = gl.where(top == float("-inf"), 0.0, top)
     factor, old_factor = gl.exp2(m - base), gl.exp2(old_m - base)
     return top, total * factor + old_factor, factor, old_factor
+
+
+@gluon.jit
+def store_final_lse(at, m, total, inside):
+    """Store the lse of rows at pointers `at`. Returns what their accumulated values are divided by: 1 for rows that see no key."""
+    seen = total != 0.0  # also where total is NaN: a row that sees a NaN has lse NaN
+    divisor = gl.where(seen, total, 1.0)
+    gl.store(at, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=inside)
+    return divisor
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """The forward kernel with one consumer warp group: items of 64 queries of one head over tiles that were chosen on the device.
 
 Two CTAs share an SM: one computes exponentials while the other one runs wgmma. `hopper.forward` gives an item of 64 queries to two warp
-groups, which compute two heads; this kernel is for heads that have no other head with the same choice and KV head. Queries and
+groups, which compute two heads; this kernel computes heads that cannot be paired with one of the same choice and KV head. Queries and
 probabilities are in registers. CTAs are persistent: the rings of stages continue from one item to the next. They take items from a global
 counter, so that all of them work on the same few heads, whose KV stays in L2. Time runs downwards:
 
@@ -33,9 +33,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from longspan._kernels.gpu.device_library import LN_2, LOG2_E
+from longspan._kernels.gpu.device_library import LOG2_E
 from longspan._kernels.gpu.tile_access import place, table_row, wide
-from longspan._kernels.hopper.epilogue import by_row, merge
+from longspan._kernels.hopper.epilogue import ForwardTensors, by_row, merge, store_final_lse
 from longspan._kernels.hopper.forward_producer import GROUP_ROWS
 from longspan._kernels.hopper.gluon_names import tma_load
 from longspan._kernels.hopper.none_arg import optional
@@ -83,19 +83,6 @@ class ItemSlots(NamedTuple):
     numbers: Any
     full: Any
     empty: Any
-
-
-class Tensors(NamedTuple):
-    """Pointers and strides of q, out and the old state; of the lse. The old state may be None."""
-
-    q: Any
-    out: Any
-    lse: Any
-    old_out: Any
-    old_lse: Any
-    q_stride: Any
-    out_stride: Any
-    old_out_stride: Any
 
 
 @gluon.jit
@@ -320,9 +307,7 @@ def attend(
             old = load_tile(old_head, q_first, rows_left, stride[2], E, EP, out_layout)
             m, total, new, factor = merge(m, total, old_m)
             acc = acc * by_row(new, out_layout) + old * by_row(factor, out_layout)
-        seen = total != 0.0  # also where total is NaN: a row that sees a NaN has lse NaN
-        divisor = gl.where(seen, total, 1.0)
-        gl.store(tensors.lse + lse_at + rows, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=inside)
+        divisor = store_final_lse(tensors.lse + lse_at + rows, m, total, inside)
         acc = acc * by_row(1.0 / divisor, out_layout)
         stride = tensors.out_stride
         store_tile(tensors.out + wide(b) * stride[0] + wide(h) * stride[1], acc, q_first, rows_left, stride[2], E, EP, False)
@@ -347,7 +332,7 @@ def forward_one_kernel(
     places_s, slots = shared_ints(STAGES), item_slots()
     bars = KvBarriers(mbarriers(STAGES, 1), mbarriers(STAGES, 1), mbarriers(V_STAGES, 1), mbarriers(V_STAGES, 1))
     numbered = Items(items, order, rows, tiles, heads, group, counts, partial[0])
-    tensors = Tensors(
+    tensors = ForwardTensors(
         q_ptr, out_ptr, lse_ptr, optional(old_out_ptr), optional(old_lse_ptr), q_stride, out_stride, old_out_stride
     )  # fmt: skip
     captured = Captured(mask_captured, mask_sizes, (), ())

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from longspan._kernels.gpu import launch
-from longspan._kernels.gpu.buffers import empty_state, usable
 from longspan._kernels.gpu.chosen_keys import ChosenKeys, ChosenKeysCall
 from longspan._kernels.gpu.compile_options import FUSED, REGISTERS
 from longspan._kernels.gpu.launch_call import LaunchCall, Pass
@@ -19,6 +18,7 @@ from longspan._kernels.hopper.gathered_backward import gathered_backward_kernel
 from longspan._kernels.hopper.gathered_backward_pair import gathered_backward_pair_kernel
 from longspan._kernels.hopper.gathered_forward import gathered_forward_kernel
 from longspan._kernels.hopper.passes import persistent_ctas, streamable
+from longspan._kernels.hopper.state import final_state
 from longspan._kernels.protocol import AttentionInputs, Grads, Selection, State, Work
 
 _DIMS = {64, 128}
@@ -81,14 +81,9 @@ class GatheredCall(LaunchCall):
 
     def forward(self, old: State | None) -> State:
         """The final state, merged with `old`."""
-        result = empty_state(self.q, self.v.shape[-1], self.q.dtype, max_scores=False)
-        if old is not None:
-            old = usable(old, max_scores=False)
-            old.out = streamable(old.out)
+        result, states = final_state(self.q, self.v, old)
         tensors = {
-            "q_ptr": self.q, "k_ptr": self.k, "v_ptr": self.v, "keys_ptr": self._lists.keys, "counts_ptr": self._lists.counts,
-            "out_ptr": result.out, "lse_ptr": result.lse,
-            "old_out_ptr": None if old is None else old.out, "old_lse_ptr": None if old is None else old.lse,
+            "q_ptr": self.q, "k_ptr": self.k, "v_ptr": self.v, "keys_ptr": self._lists.keys, "counts_ptr": self._lists.counts, **states,
         }  # fmt: skip
         settings = {"SCALE_IN_EXP": self.work.scale > 0}
         self.launch(Pass(name="gathered forward", kernel=gathered_forward_kernel, tensors=tensors, settings=settings))

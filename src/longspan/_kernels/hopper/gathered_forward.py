@@ -40,9 +40,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from longspan._kernels.gpu.device_library import LN_2, LOG2_E
+from longspan._kernels.gpu.device_library import LOG2_E
 from longspan._kernels.gpu.tile_access import wide, wide_unsigned
-from longspan._kernels.hopper.epilogue import by_row, merge
+from longspan._kernels.hopper.epilogue import ForwardTensors, by_row, merge, store_final_lse
 from longspan._kernels.hopper.gluon_names import copy_async
 from longspan._kernels.hopper.none_arg import optional
 from longspan._kernels.hopper.online_softmax import end_rows, softmax_block, start_rows
@@ -77,19 +77,6 @@ class Lists(NamedTuple):
 
     keys: Any
     counts: Any
-
-
-class Tensors(NamedTuple):
-    """Pointers and strides of q, out and the old state; of the lse. The old state may be None."""
-
-    q: Any
-    out: Any
-    lse: Any
-    old_out: Any
-    old_lse: Any
-    q_stride: Any
-    out_stride: Any
-    old_out_stride: Any
 
 
 @gluon.jit
@@ -309,9 +296,7 @@ def attend(
             old = load_query(tensors.old_out, tensors.old_out_stride, b, out_q, out_head, is_out, E, out_layout).to(gl.float32)
             m, total, new, factor = merge(m, total, old_m)
             acc = acc * by_row(new, out_layout) + old * by_row(factor, out_layout)
-        seen = total != 0.0  # also where total is NaN: a row that sees a NaN has lse NaN
-        divisor = gl.where(seen, total, 1.0)
-        gl.store(tensors.lse + state_row, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=is_row)
+        divisor = store_final_lse(tensors.lse + state_row, m, total, is_row)
         acc = acc * by_row(1.0 / divisor, out_layout)
         stride = tensors.out_stride
         e = gl.arange(0, E, layout=gl.SliceLayout(0, out_layout))
@@ -340,7 +325,7 @@ def gathered_forward_kernel(
     batch_rows, choices, list_rows, per_row, per_choice = list_sizes
     everything = Items(items, heads, shared, q_len, entries, batch_rows, choices, list_rows, per_row, per_choice)
     lists = Lists(keys_ptr, counts_ptr)
-    tensors = Tensors(
+    tensors = ForwardTensors(
         q_ptr, out_ptr, lse_ptr, optional(old_out_ptr), optional(old_lse_ptr), q_stride, out_stride, old_out_stride
     )  # fmt: skip
     captured = Captured(mask_captured, mask_sizes, (), ())

@@ -288,9 +288,8 @@ class HopperKernel:
         together = (selection.heads_per_choice, inputs.q.shape[1] // inputs.k.shape[1])
         by_head = work.table.heads > 1 or (work.mask is not None and work.mask.uses_head)
         paired = q_block < BLOCK_SIZE and not by_head and all(heads % 2 == 0 for heads in together)
-        if q_block < BLOCK_SIZE and not paired:
-            return tiled_work(inputs, work, selection, dummy=False)
-        return tiled_work(inputs, work, selection, dummy=True, kv_pairs=kv_block < BLOCK_SIZE, head_pairs=paired)
+        alone = q_block < BLOCK_SIZE and not paired
+        return tiled_work(inputs, work, selection, dummy=not alone, kv_pairs=kv_block < BLOCK_SIZE and not alone, head_pairs=paired)
 
     def list_tiles(self, inputs: AttentionInputs, work: Work, kinds: Tensor) -> Work | None:
         fits = work.table.block == (BLOCK_SIZE, BLOCK_SIZE) and max(inputs.q.shape[-1], inputs.v.shape[-1]) <= MAX_DIM

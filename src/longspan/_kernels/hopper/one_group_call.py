@@ -7,7 +7,6 @@ from functools import partial
 from torch import Tensor
 
 from longspan._kernels.gpu import launch
-from longspan._kernels.gpu.buffers import empty_state, usable
 from longspan._kernels.gpu.compile_options import FUSED, REGISTERS
 from longspan._kernels.gpu.launch_call import Cut, LaunchCall, Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch
@@ -18,6 +17,7 @@ from longspan._kernels.hopper.config import one_group_config
 from longspan._kernels.hopper.descriptors import tile_descriptor, width
 from longspan._kernels.hopper.forward_one import forward_one_kernel
 from longspan._kernels.hopper.passes import L2_BYTES, RowGrads, persistent_ctas, streamable
+from longspan._kernels.hopper.state import final_state
 from longspan._kernels.protocol import AttentionInputs, State, Work
 
 _CTAS_PER_SM = 2
@@ -31,14 +31,8 @@ class OneGroupCall(LaunchCall):
 
     def forward(self, old: State | None) -> State:
         """The final state, merged with `old`."""
-        result = empty_state(self.q, self.v.shape[-1], self.q.dtype, max_scores=False)
-        if old is not None:
-            old = usable(old, max_scores=False)
-            old.out = streamable(old.out)
-        tensors = {
-            "q_ptr": self.q, "k_desc": self.k, "v_desc": self.v, "out_ptr": result.out, "lse_ptr": result.lse,
-            "old_out_ptr": None if old is None else old.out, "old_lse_ptr": None if old is None else old.lse,
-        }  # fmt: skip
+        result, states = final_state(self.q, self.v, old)
+        tensors: dict[str, Tensor | None] = {"q_ptr": self.q, "k_desc": self.k, "v_desc": self.v, **states}
         settings = {"SCALE_IN_EXP": self.work.scale > 0}
         self.launch(Pass(name="forward by one group", kernel=forward_one_kernel, tensors=tensors, settings=settings))
         return result
