@@ -8,29 +8,30 @@ groups: each sums 256 columns. A third computes scores and probabilities. Time r
   ─────────                    ────────────────                         ─────────────────────
                                Q columns 0 … 255, in registers          Q columns 256 … 511; 512 … 575 ──q_full──►
   K 0: rest, left, right       S = Q K₀ᵀ
-  K 1: rest, left, right       m₀ = max(S) ────────factor_full──►       rescale acc
-  K 2: rest, left              P₀ = exp2(S − m₀) ──────p_full──►        acc += P₀ V₀, 256 columns each
-                               S = Q K₁ᵀ                                ──k.empty, rest.empty──►
-  K 2: right, K 3: rest, left  m₁ = max(S) …
+  K 1: rest, left, right       P₀ = exp2(S − m); raise m if P₀ is large
+  K 2: rest, left                            ──────────p_full──►        rescale acc if m was raised
+                               S = Q K₁ᵀ                                acc += P₀ V₀, 256 columns each
+  K 2: right, K 3: rest, left  P₁ = exp2(S − m) …                       ──k.empty, rest.empty──►
 
 shared memory      bytes                   written by              read by                   mbarriers (arrivals)
 q, q_rest          64 × 320 × 2            value groups            score group               q_full (2)
 k                  5 halves × 64 × 256 × 2 load (TMA)              all warp groups           k.full (1), k.empty (1)
 k_rest             3 × 64 × 64 × 2         load (TMA)              score group               rest.full (1)
  – then P          the same                score group             value groups              p_full (1), rest.empty (2)
-factor             3 × 64 × 4              score group             value groups              factor_full (1), rest.empty (2)
+max                3 × 64 × 4              score group             value groups              p_full (1), rest.empty (2)
 divisor            2 × 64 × 4              score group             value groups              sums_done (1)
 
 P takes the place of the last 64 elements of its block's keys, which only scores read. The 64 × 256 elements of Q in registers make room
 for the fifth half, and halve what their wgmmas read from shared memory. One CTA per SM. Measured and slower: to start the scores of block
-b + 1 before the softmax of block b, and to leave P of block b to the value groups after the scores of block b + 1
-(`bench/results/decode.txt`).
+b + 1 before the softmax of block b, to leave P of block b to the value groups after the scores of block b + 1, and two warp groups that
+compute scores of every other block beside their columns (`bench/results/decode.txt`).
 
 Past the last key of a split, TMA loads other rows of the page, which may hold anything: 0 · NaN would reach the sums, so each value group
 sets these rows of its half to 0 before it multiplies them; their scores are −inf whatever they hold. Values that a mask hides and that are
 not finite leave a NaN in the sums: the CTA reports it in `flags_ptr`, and `triton.decode` computes that split again.
 
-Numerics as in `triton.decode`; its arguments have the same names.
+A row keeps its running max m until its exponentials grow large (`hopper.running_max`); other numerics as in `triton.decode`, whose
+arguments have the same names.
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
@@ -52,6 +53,7 @@ from longspan._kernels.hopper.epilogue import by_row
 from longspan._kernels.hopper.gluon_names import barrier, reinterpret, tma_load
 from longspan._kernels.hopper.none_arg import optional
 from longspan._kernels.hopper.pipeline import BufferBarriers, Captured, mbarriers, ring_phase, ring_slot, tile_2d
+from longspan._kernels.hopper.running_max import NEVER_SEEN, by_lane, checked, per_lane, rescaled, summed
 
 ROWS = gl.constexpr(64)  # query rows of a CTA
 KEYS = gl.constexpr(64)  # of a block
@@ -75,7 +77,7 @@ class Tiles(NamedTuple):
     q_rest: Any
     k: Any
     k_rest: Any
-    factor: Any
+    max: Any
     divisor: Any
 
 
@@ -85,7 +87,6 @@ class Barriers(NamedTuple):
     q_full: Any
     k: Any
     rest: Any
-    factor_full: Any
     p_full: Any
     sums_done: Any
 
@@ -166,29 +167,12 @@ def _start_scores(q_left, tiles, bars, left, left_phase, right, right_phase, res
 
 
 @gluon.jit
-def _row_max(s, layout: gl.constexpr):
-    """Max of each row of s [rows, columns].
-
-    A thread holds two of every eight columns. Reduced first over the eighths, they are two chains of dependent operations instead of one.
-    """
-    s = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 8])
-    return gl.convert_layout(gl.max(gl.max(s, 1), 1), gl.SliceLayout(1, layout))
-
-
-@gluon.jit
-def _row_sum(p, layout: gl.constexpr):
-    """Sum of each row of p [rows, columns], as `_row_max`."""
-    p = gl.reshape(p, [p.shape[0], p.shape[1] // 8, 8])
-    return gl.convert_layout(gl.sum(gl.sum(p, 1), 1), gl.SliceLayout(1, layout))
-
-
-@gluon.jit
 def _give_weights(
-    s, m, b, place, scale, tiles, bars, slot, captured, MASK: gl.constexpr, SCORE: gl.constexpr, FOLD: gl.constexpr, R: gl.constexpr,
+    s, m, total, b, place, scale, tiles, bars, slot, captured, MASK: gl.constexpr, SCORE: gl.constexpr, FOLD: gl.constexpr, R: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """Online softmax of block b's scores: (p, m, factor that rescales earlier sums). Leaves factor and p to the value groups, each as soon
-    as it is known: p in the place `slot` of the block's last elements.
+    """Online softmax of block b's scores: (m, total), both [ROWS, 8] (`running_max.by_lane`). Leaves P and m to the value groups: P in the
+    place `slot` of the block's last elements.
     """
     r = place.tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     h, q_pos = gl.expand_dims(place.g * R + r % R, 1), gl.expand_dims(place.start + r // R, 1)
@@ -204,16 +188,15 @@ def _give_weights(
     if place.end - first < KEYS:
         s = gl.where(kv < place.end, s, float("-inf"))
     factor = scale * LOG2_E if FOLD else LOG2_E
-    m_new = gl.maximum(m, _row_max(s, layout) * factor)
-    base = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: −inf − −inf would be NaN
-    rescale = gl.exp2(m - base)
-    tiles.factor.index(slot).store(rescale)
-    mbarrier.arrive(bars.factor_full.index(slot), count=1)
-    p = gl.exp2(s * factor - gl.expand_dims(base, 1))
-    tile_2d(tiles.k_rest, slot).store(p.to(tiles.k_rest.dtype))
+    s = by_lane(s)
+    p = gl.exp2(s * factor - gl.expand_dims(m, 1))
+    sums, p = summed(p), p.to(tiles.k_rest.dtype)
+    p, sums, m, rescale = checked(p, sums, m, s, factor)
+    tiles.max.index(slot).store(gl.convert_layout(gl.max(m, 1), gl.SliceLayout(1, layout)))
+    tile_2d(tiles.k_rest, slot).store(gl.convert_layout(gl.reshape(p, [ROWS, KEYS]), layout))
     fence_async_shared()
     mbarrier.arrive(bars.p_full.index(slot), count=1)
-    return p, m_new, rescale
+    return m, total * rescale + sums
 
 
 @gluon.jit
@@ -246,8 +229,7 @@ def _score_group(
     for split in range(first, last):
         part = _split(place, split)
         blocks = (part.end - part.begin + KEYS - 1) // KEYS
-        m = gl.full([ROWS], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
-        total = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, layout))
+        m, total = per_lane(ROWS, KEYS, NEVER_SEEN, layout), per_lane(ROWS, KEYS, 0.0, layout)
         if blocks > 0:
             s_next = _start_scores(q_left, tiles, bars, left, left_phase, right, right_phase, rest, rest_phase)
             s = warpgroup_mma_wait(0, deps=[s_next])
@@ -256,15 +238,15 @@ def _score_group(
                 left, left_phase = _advance(left, left_phase, 2, HALVES)
                 right, right_phase = _advance(right, right_phase, 2, HALVES)
                 rest, rest_phase = _advance(rest, rest_phase, 1, RESTS)
-                p, m, rescale = _give_weights(s, m, b, part, scale, tiles, bars, slot, captured, MASK, SCORE, FOLD, R, layout)
+                m, total = _give_weights(s, m, total, b, part, scale, tiles, bars, slot, captured, MASK, SCORE, FOLD, R, layout)
                 s_next = _start_scores(q_left, tiles, bars, left, left_phase, right, right_phase, rest, rest_phase)
-                total = total * rescale + _row_sum(p, layout)
                 s = warpgroup_mma_wait(0, deps=[s_next])
-            p, m, rescale = _give_weights(s, m, blocks - 1, part, scale, tiles, bars, rest, captured, MASK, SCORE, FOLD, R, layout)
-            total = total * rescale + _row_sum(p, layout)
+            m, total = _give_weights(s, m, total, blocks - 1, part, scale, tiles, bars, rest, captured, MASK, SCORE, FOLD, R, layout)
             left, left_phase = _advance(left, left_phase, 2, HALVES)
             right, right_phase = _advance(right, right_phase, 2, HALVES)
             rest, rest_phase = _advance(rest, rest_phase, 1, RESTS)
+        total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, layout))
+        m = gl.convert_layout(gl.max(m, 1), gl.SliceLayout(1, layout))
         seen = total != 0.0  # also where total is NaN: a row that sees a NaN has lse NaN
         divisor = gl.where(seen, total, 1.0)
         tiles.divisor.index(ring_slot(split - first, 2)).store(divisor)
@@ -305,12 +287,14 @@ def _value_group(q_base, q_stride, place, to, tiles, bars, R: gl.constexpr, W: g
     for split in range(first, last):
         part = _split(place, split)
         acc = gl.full([ROWS, HALF], 0.0, gl.float32, layout=out_layout)
+        m = per_lane(ROWS, HALF, NEVER_SEEN, out_layout)
         blocks = (part.end - part.begin + KEYS - 1) // KEYS
         for b in range(blocks):
-            mbarrier.wait(bars.factor_full.index(rest), rest_phase)
-            acc = acc * gl.expand_dims(tiles.factor.index(rest).load(gl.SliceLayout(1, out_layout)), 1)
-            mbarrier.wait(bars.k.full.index(slot), phase)
             mbarrier.wait(bars.p_full.index(rest), rest_phase)
+            raised = gl.expand_dims(tiles.max.index(rest).load(gl.SliceLayout(1, m.type.layout)), 1)
+            acc = rescaled(acc, gl.exp2(m - raised), out_layout)
+            m = gl.broadcast(m, raised)[1]
+            mbarrier.wait(bars.k.full.index(slot), phase)
             left = part.end - part.begin - b * KEYS
             if left < KEYS:
                 _clean_rows(tiles.k.index(slot), left)
@@ -416,7 +400,7 @@ def latent_decode_kernel(
     )
     bars = Barriers(
         mbarriers(1, 2), BufferBarriers(mbarriers(HALVES, 1), mbarriers(HALVES, 1)),
-        BufferBarriers(mbarriers(RESTS, 1), mbarriers(RESTS, 2)), mbarriers(RESTS, 1), mbarriers(RESTS, 1), mbarriers(2, 1),
+        BufferBarriers(mbarriers(RESTS, 1), mbarriers(RESTS, 2)), mbarriers(RESTS, 1), mbarriers(2, 1),
     )  # fmt: skip
     place = Place(g, tile, split, n, start, length, count, begin, end, tokens)
     to = Partial(part_out_ptr, part_lse_ptr, optional(flags_ptr), splits, max_queries, kv_heads)
