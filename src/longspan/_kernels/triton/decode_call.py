@@ -34,7 +34,10 @@ COARSE_SPLIT = 1024  # of latent KV: partial results have 512 floats per row
 # (groups of splits merged at once, elements of a row per CTA): of sequences with at most so many groups; of others, elements per warp.
 _FEW_MERGED, _MANY_MERGED = (FEW_GROUPS, 512), (32, 32)
 _MERGE_REGISTERS = 64  # per thread, of few groups of latent KV; the assembler would take 48: fewer loads at once. 64 × 8k: 0.98 of the time
-_FEW_LATENT, _MANY_LATENT = 8, 64  # groups at once, for latent KV, whose groups are single splits
+# Groups at once, for latent KV, whose groups are single splits: of sequences with at most so many groups; with at most _MEDIUM_GROUPS; of
+# others. H200, 128 heads, 32 × 16k tokens, of 16 groups each: 377 µs with 64 at once, whose CTAs merge a quarter of a row, 309 with 16.
+_FEW_LATENT, _MEDIUM_LATENT, _MANY_LATENT = 8, 16, 64
+_MEDIUM_GROUPS = 32
 _MERGED_DIM = 128  # elements of a row per warp of a merging CTA: a thread holds the same elements of all splits that are merged at once
 _DECODE_TENSORS = (
     "q_ptr", "k_ptr", "v_ptr", "k_desc", "rest_desc", "table_ptr", "ranges_ptr", "k_new_ptr", "v_new_ptr", "part_out_ptr", "part_lse_ptr",
@@ -412,9 +415,10 @@ def _make_launches(
     }  # fmt: skip
     rows = sizes.sequences * heads * max_queries
     few, many = (_FEW_LATENT, _MANY_LATENT) if sizes.shared else (_FEW_MERGED[0], _MANY_MERGED[0])
+    medium, medium_groups = (_MEDIUM_LATENT, _MEDIUM_GROUPS) if sizes.shared else (0, few)
     merge_warps = max(1, launch.padded(e) // _MERGED_DIM)  # of all launches: the order of sums follows from it
     few_part, many_part = min(_FEW_MERGED[1], launch.padded(e)), min(_MANY_MERGED[1] * merge_warps, launch.padded(e))
-    many = many if sizes.groups > few else 0
+    medium, many = medium if sizes.groups > few else 0, many if sizes.groups > medium_groups else 0
     parts = launch.padded(e) // (many_part if many else few_part)
     decode = LaunchShape(
         ctas=_ctas(q, k, sizes) // splits * cta_groups,
@@ -422,9 +426,10 @@ def _make_launches(
         stages=tile.stages(paged=table is not None),
         registers=_registers(tile, m),
     )
-    merge = LaunchShape(ctas=rows * parts, warps=merge_warps, early=early, registers=0 if many or not sizes.shared else _MERGE_REGISTERS)
+    merge = LaunchShape(ctas=rows * parts, warps=merge_warps, early=early, registers=0 if medium or not sizes.shared else _MERGE_REGISTERS)
     merged = {
-        **shared, "E": e, "PARTS": parts, "FEW": few, "FEW_PART": few_part, "MANY": many, "MANY_PART": many_part, "SPLITS": sizes.joined,
+        **shared, "E": e, "PARTS": parts, "FEW": few, "FEW_PART": few_part, "MEDIUM": medium, "MEDIUM_GROUPS": medium_groups,
+        "MANY": many, "MANY_PART": many_part, "SPLITS": sizes.joined,
     }  # fmt: skip
     merged_rows = sizes.merged_rows(max_queries * heads // kv_heads, e, decode.ctas, sm_count(q.device))
     stores = sizes.direct or merged_rows > 0

@@ -147,14 +147,15 @@ def merge_kernel(
     part_out_ptr, part_lse_ptr, ranges_ptr, sink_ptr, out_ptr, lse_ptr, out_stride, lse_stride,
     sequences, kv_heads, splits, min_queries, max_queries, q_len, kv_len, first_key, smallest, coarse, share, group,
     WINDOW: tl.constexpr, RAGGED: tl.constexpr, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
-    FEW: tl.constexpr, FEW_PART: tl.constexpr, MANY: tl.constexpr, MANY_PART: tl.constexpr, EARLY: tl.constexpr, GROUPED: tl.constexpr,
-    SPLITS: tl.constexpr,
+    FEW: tl.constexpr, FEW_PART: tl.constexpr, MEDIUM: tl.constexpr, MEDIUM_GROUPS: tl.constexpr, MANY: tl.constexpr,
+    MANY_PART: tl.constexpr, EARLY: tl.constexpr, GROUPED: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """A part of out, and lse, of one query of one head. PARTS: CTAs of a row.
 
-    A row of at most FEW groups of splits is merged at once, FEW_PART elements per CTA. A row of more is merged MANY groups at a time,
-    MANY_PART elements per CTA. MANY is 0 if no sequence has more than FEW groups. GROUPED: each partial result is of a
-    group; else of a split, at most SPLITS per group, and the splits of a group are merged in turn, as `attend_keys` merges them.
+    A row of at most FEW groups of splits is merged at once, FEW_PART elements per CTA. A row of at most MEDIUM_GROUPS is merged MEDIUM
+    groups at a time, FEW_PART elements per CTA; a row of more, MANY groups at a time, MANY_PART elements per CTA. MEDIUM and MANY are 0 if
+    no sequence has so many groups. GROUPED: each partial result is of a group; else of a split, at most SPLITS per group, and the splits
+    of a group are merged in turn, as `attend_keys` merges them.
 
     EARLY: launched while decode_kernel runs, whose results it waits for; decode_kernel does not write the ranges.
     """
@@ -182,14 +183,21 @@ def merge_kernel(
         lse_at = lse_ptr + n64 * lse_stride[0] + h * lse_stride[1] + token * lse_stride[2]
         if EARLY:
             gdc_wait()
-        if tl.cdiv(length, grouped) <= FEW:  # of the whole sequence: the order of a sum depends on nothing else
-            if part * FEW_PART < E:
+        groups = tl.cdiv(length, grouped)  # of the whole sequence: the order of a sum depends on nothing else
+        if (groups <= FEW) & (part * FEW_PART < E):
+            merge_row(
+                part_out_ptr, part_lse_ptr, sink_ptr, out_row, lse_at, out_stride[3], at, begin, end, joined, h, part, FEW, SPLITS, E,
+                FEW_PART, EARLY,
+            )  # fmt: skip
+        if MEDIUM:  # noqa: SIM102 (a compile-time condition)
+            if (groups > FEW) & (groups <= MEDIUM_GROUPS) & (part * FEW_PART < E):
                 merge_row(
-                    part_out_ptr, part_lse_ptr, sink_ptr, out_row, lse_at, out_stride[3], at, begin, end, joined, h, part, FEW,
+                    part_out_ptr, part_lse_ptr, sink_ptr, out_row, lse_at, out_stride[3], at, begin, end, joined, h, part, MEDIUM,
                     SPLITS, E, FEW_PART, EARLY,
                 )  # fmt: skip
-        elif MANY:
-            merge_row(
-                part_out_ptr, part_lse_ptr, sink_ptr, out_row, lse_at, out_stride[3], at, begin, end, joined, h, part, MANY, SPLITS,
-                E, MANY_PART, EARLY,
-            )  # fmt: skip
+        if MANY:  # noqa: SIM102 (a compile-time condition)
+            if groups > MEDIUM_GROUPS:
+                merge_row(
+                    part_out_ptr, part_lse_ptr, sink_ptr, out_row, lse_at, out_stride[3], at, begin, end, joined, h, part, MANY, SPLITS,
+                    E, MANY_PART, EARLY,
+                )  # fmt: skip
