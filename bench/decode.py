@@ -38,7 +38,7 @@ DEVICE, DTYPE = "cuda", torch.bfloat16
 class Row:
     """One problem: tokens of each sequence, new tokens of each, page size (0: contiguous), and options of the call by name.
 
-    latent: one KV head of LATENT elements, whose first elements are values. fp8: pages hold FP8 elements.
+    kv: KV heads and their dim. latent: one KV head of LATENT elements, whose first elements are values. fp8: pages hold FP8 elements.
     """
 
     name: str
@@ -47,17 +47,18 @@ class Row:
     page_size: int = 0
     options: Callable[[int], dict[str, Any]] = field(default=lambda longest: {})
     heads: int = HEADS
+    kv: tuple[int, int] = (KV_HEADS, DIM)
     latent: bool = False
     fp8: bool = False
 
     @property
     def kv_heads(self) -> int:
-        return 1 if self.latent else KV_HEADS
+        return 1 if self.latent else self.kv[0]
 
     @property
     def dims(self) -> tuple[int, int]:
         """Head dims of keys and values."""
-        return LATENT if self.latent else (DIM, DIM)
+        return LATENT if self.latent else (self.kv[1], self.kv[1])
 
     @property
     def gigabytes(self) -> float:
