@@ -205,3 +205,26 @@ def test_indices_modified_on_one_rank_raise_on_every_rank() -> None:
 
     first, second = world.run(rank)
     assert "modified by an inplace operation" in first and "rank 0 raised in this call" in second
+
+
+def test_lookups_of_the_plans_mask_are_checked_once_and_choices_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from longspan._kernels.gpu import lookup_bounds
+
+    read: list[str] = []
+    on_host = lookup_bounds._on_host
+    monkeypatch.setattr(lookup_bounds, "_on_host", lambda program, captured: (read.append(program.name), on_host(program, captured))[1])
+    kinds, of_kind = torch.arange(160) // 40, torch.tensor([3, 1, 0, 2])
+    rest = ls.causal() & ls.mask_mod(lambda b, h, q, kv: of_kind[kinds[kv]] <= of_kind[kinds[q]])
+    q, k, v = torch.randn(3, 1, 1, 160, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
+    choices = [torch.randint(-1, 3, (1, 1, 160, 2), generator=torch.Generator().manual_seed(i)).int() for i in range(2)]
+
+    def rank(mesh: ls.Mesh) -> list[torch.Tensor]:
+        plan = ls.plan(rest, 160, mesh)
+        masks = [ls.selected(choice, 64, q_granularity=1) for choice in choices]
+        return [ls.attention(q, k, v, plan=plan, mask=mask, kernel="triton") for mask in masks]
+
+    for out, choice in zip(virtual_world(1).run(rank)[0], choices, strict=True):
+        right = oracle(q, k, v, mask=ls.selected(choice, 64, q_granularity=1) & rest)
+        torch.testing.assert_close(out.double(), right, atol=1e-5, rtol=0)
+    assert len(read) == 1 and "selected" not in read[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,6 +103,17 @@ def test_tables_of_a_selection_and_another_mask_take_the_lesser_kind() -> None:
         assert same(table, table_of(expected)) and torch.equal(table.to_dense(), expected)
         assert (table.q_len, table.kv_len, table.block, table.tiles) == (15, 14, (4, 2), (4, 7))
         assert (table.batch, table.heads) == (2, expected.shape[1]) and table.mask_mod is None
+        by_key = table.transposed
+        assert same(by_key, table_of(expected.mT, (2, 4))) and torch.equal(by_key.to_dense(), expected.mT)
+        assert (by_key.q_len, by_key.kv_len, by_key.block, by_key.tiles, by_key.heads) == (14, 15, (2, 4), (7, 4), expected.shape[1])
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 0, 3), (1, 3, 4, 0), (2, 3, 2, 2)])
+def test_heads_of_a_table_without_tiles_are_repeated(sizes: tuple[int, int, int, int]) -> None:
+    rest = replace(table_of(torch.zeros(sizes[0], 1, *sizes[2:], dtype=torch.int8)), tiles=sizes[2:])
+    table = selected_table(torch.full(sizes, 2, dtype=torch.int8), rest, 4 * sizes[1])
+    assert (table.heads, table.rows, len(table.first)) == (4 * sizes[1], 4 * sizes[0] * sizes[1] * sizes[2], 0)
+    assert table.ptr.tolist() == [0] * (table.rows + 1) and table.ptr.dtype == torch.int32
 
 
 SCALE = torch.tensor([3, 1, 4, 1, 5, 9])

@@ -130,6 +130,12 @@ class SelectionGrid:
         """This rank's coarse tiles, in local order."""
         return self.tiles.kv.of_rank(self.rank)
 
+    @cached_property
+    def every_tile(self) -> tuple[BlockTable, Tiling]:
+        """`table` and `tiling` of all coarse tiles. The same objects at every call: what kernels know of a table, they know by object."""
+        tiles = torch.arange(self.tiles.kv.tiles)
+        return self.table(tiles), self.tiling(tiles)
+
     def table(self, kv_tiles: Tensor) -> BlockTable:
         """The plan's block table of this rank's queries over these coarse tiles."""
         return self.tiles.table.select(self.q_order, kv_tiles)

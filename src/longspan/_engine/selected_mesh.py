@@ -130,10 +130,21 @@ class ShardChoice:
             scale=options.scale,
             mask=program,
             mask_captured=captured,
+            mask_is_checked=True,  # those of the plan's mask by `rest`; the others by construction
             score=options.spec.score,
             score_captured=[t.to(self.indices.device) for t in score_captured],
             joint=joint,
         )
+
+    def rest(self, options: CallOptions) -> Work | None:
+        """All pairs of this rank's queries that the plan's mask lets them see, for checks; None if it has no mask."""
+        mask = self.plan.mask.program
+        if mask is None:
+            return None
+        (table, kv_tiles), captured = self.grid.every_tile, plan_cache.captured(self.plan, self.indices.device)
+        return Work(
+            table=table, q_tiles=self.grid.q_tiling, kv_tiles=kv_tiles, scale=options.scale, mask=mask, mask_captured=captured
+        )  # fmt: skip
 
 
 @without_user_defaults()
@@ -143,8 +154,11 @@ def forward(inputs: CallTensors, options: CallOptions, plan: PlanData, selection
     with raising_on_all_ranks(plan.mesh):
         choice = ShardChoice.of(plan, selection, q.shape[1])
         local = choice.work(choice.grid.local_tiles, options, inputs.score_captured)
-        kernel, _ = choose(options.spec.kernel, [KernelCall(AttentionInputs(q=q, k=k, v=v), local)])
-        kernel.check(AttentionInputs(q=q, k=k, v=v), local)
+        whole = AttentionInputs(q=q, k=k, v=v)
+        kernel, _ = choose(options.spec.kernel, [KernelCall(whole, local)])
+        for work in (choice.rest(options), local):
+            if work is not None:
+                kernel.check(whole, work)
         needed = needed_blocks(choice.indices, choice.grid.blocks, k.shape[1]).cpu()
     agreement = Agreement(plan.mesh, _description(plan, options, inputs, selection, None))
     with agreement:

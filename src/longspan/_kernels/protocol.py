@@ -75,6 +75,7 @@ class Work:
         first_batch, first_head: Batch row and query head of a larger attention at which these tensors start: programs read
             b + first_batch and h + first_head.
         mask_is_fixed: `mask_captured` never changes, so a CUDA graph may capture the call.
+        mask_is_checked: All lookups of `mask` in `mask_captured` are in bounds.
         complete_q_tiles: A hint, a bool per query tile, on the host: no later step has KV for this query tile. None in the last step, and
             in every step if a tile completes at different steps in different heads. A kernel may write the final out of these rows now;
             then their rows of `State.out` are undefined. Their lse stays in the state.
@@ -98,6 +99,7 @@ class Work:
     first_batch: int = 0
     first_head: int = 0
     mask_is_fixed: bool = False
+    mask_is_checked: bool = False
     complete_q_tiles: Tensor | None = None
     concurrent: bool = False
     invariant: bool = False

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
-from longspan._masks.block_table import EMPTY, FULL, PARTIAL, BlockTable
+from longspan._masks.block_table import EMPTY, FULL, PARTIAL, BlockTable, expand_ranges
 from longspan._masks.program import Program
 from longspan._masks.tile_runs import join_neighbours, row_pointers
 from longspan._masks.tracing import trace
@@ -151,25 +151,67 @@ def _kinds_of_rows(chosen: Tensor, rows: TileSpans, blocks: TileSpans) -> Tensor
 def selected_table(kinds: Tensor, rest: BlockTable, heads: int) -> BlockTable:
     """The table of `rest & selection`, whose tiles have these kinds [B, C, Q, T], for `heads` query heads."""
     kinds = kinds.cpu()
-    if kinds.shape[1] > 1 or rest.heads > 1:
+    if rest.heads > 1:
         kinds = kinds.repeat_interleave(heads // kinds.shape[1], 1)
     kinds = torch.minimum(kinds, rest.to_dense())  # EMPTY < PARTIAL < FULL
-    batch, table_heads, q_tiles, kv_tiles = kinds.shape
-    by_row = kinds.reshape(batch * table_heads * q_tiles, kv_tiles)
+    batch, choices, q_tiles, kv_tiles = kinds.shape
+    by_row = kinds.reshape(batch * choices * q_tiles, kv_tiles)
     row, column = by_row.nonzero(as_tuple=True)
     kind = by_row[row, column]
     row, first, last, kind = join_neighbours(row, column, column, kind)
-    return BlockTable(
+    table = BlockTable(
         q_len=rest.q_len,
         kv_len=rest.kv_len,
         block=rest.block,
         batch=batch,
-        heads=table_heads,
-        ptr=row_pointers(row, batch * table_heads * q_tiles),
+        heads=choices,
+        ptr=row_pointers(row, batch * choices * q_tiles),
         first=first.int(),
         last=last.int(),
         kind=kind,
         tiles=(q_tiles, kv_tiles),
+    )
+    return table if choices == 1 else repeat_heads(table, heads // choices)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RepeatedHeads(BlockTable):
+    """A table of which every `copies` heads that follow each other are equal, as query heads of one choice are.
+
+    Attributes:
+        once: The table with one of them.
+        copies: Heads per head of `once`.
+    """
+
+    once: BlockTable
+    copies: int
+
+    @cached_property
+    def transposed(self) -> BlockTable:
+        return repeat_heads(self.once.transposed, self.copies)
+
+
+def repeat_heads(table: BlockTable, copies: int) -> BlockTable:
+    """A table with each head `copies` times, one after the other."""
+    if copies == 1:
+        return table
+    runs_per_row = table.ptr.diff().view(table.batch * table.heads, 1, table.q_tiles)
+    runs_per_head = runs_per_row.sum((1, 2))
+    run = expand_ranges((runs_per_head.cumsum(0) - runs_per_head).repeat_interleave(copies), runs_per_head.repeat_interleave(copies))
+    ptr = runs_per_row.expand(-1, copies, -1).flatten().cumsum(0, dtype=torch.int32)
+    return RepeatedHeads(
+        q_len=table.q_len,
+        kv_len=table.kv_len,
+        block=table.block,
+        batch=table.batch,
+        heads=table.heads * copies,
+        ptr=torch.cat([ptr.new_zeros(1), ptr]),
+        first=table.first[run],
+        last=table.last[run],
+        kind=table.kind[run],
+        tiles=table.tiles,
+        once=table,
+        copies=copies,
     )
 
 

@@ -43,7 +43,7 @@ _checked: DerivedCache[BlockTable, None] = DerivedCache(64)  # calls whose looku
 
 def check_lookups(work: Work, batch: int, heads: int) -> None:
     """Raise ValueError if a program certainly looks outside a captured tensor. `batch`, `heads`: sizes of the query tensor."""
-    pieces = [(work.score, work.score_captured), (work.mask, work.mask_captured)]
+    pieces = [(work.score, work.score_captured), (None if work.mask_is_checked else work.mask, work.mask_captured)]
     asked = [(p, captured) for p, captured in pieces if p is not None and not _inside(p, captured, work, batch, heads)]
     if not asked:
         return
