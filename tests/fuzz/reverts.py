@@ -59,6 +59,9 @@ REVERTS: dict[str, Edits] = {
         (f"{MASKS}/intervals.py", 'not node.all_input_nodes[0].meta["val"].ndim',
          "not any(isinstance(v, Tensor) and v.ndim for v in inputs)"),
     ],
+    "the lower bound of an index taken for its value": [
+        (f"{MASKS}/intervals.py", " or any(not torch.equal(i.lo, i.hi) for i in indices if not isinstance(i, IntervalStep)):", ":"),
+    ],
     "BlockTable.to_block_mask raises": [
         (f"{MASKS}/block_table.py", "indices = torch.zeros(self.rows, self.kv_tiles", "indices = torch.zeros(self.rows"),
     ],

@@ -16,6 +16,8 @@ from longspan._masks.tracing import trace
 torch.manual_seed(0)
 I64, I32, F32, F64 = torch.int64, torch.int32, torch.float32, torch.float64
 
+CELLS, EDGES = torch.randint(-50, 90, (121, 4), generator=torch.Generator().manual_seed(2)), torch.tensor([20, 55, 90])
+
 # Expressions of the query and key positions that together use every rule.
 EXPRESSIONS = {
     "add": lambda q, kv: q + kv,
@@ -78,11 +80,16 @@ EXPRESSIONS = {
     "like": lambda q, kv: torch.ones_like(q) + q.new_full((), 4) + kv,
     "unknown": lambda q, kv: torch.sin(q.float()) > 2,
 }
+# One index of these lookups is known, of the other one only bounds.
+LOOKUPS = {
+    "hash of a key": lambda q, kv: CELLS[q, (kv ^ -7) & 3],
+    "bucket of a query": lambda q, kv: CELLS.T[torch.bucketize(q, EDGES).clamp(0, 3), kv],
+}
 
 
-@pytest.mark.parametrize("name", EXPRESSIONS)
+@pytest.mark.parametrize("name", [*EXPRESSIONS, *LOOKUPS])
 def test_bounds_hold_for_every_value_in_a_square(name):
-    fn = EXPRESSIONS[name]
+    fn = (EXPRESSIONS | LOOKUPS)[name]
     generator = torch.Generator().manual_seed(1)
     lows = torch.randint(0, 100, (2, 40), generator=generator)
     sizes = torch.randint(0, 12, (2, 40), generator=generator) * (torch.rand(2, 40, generator=generator) < 0.8)

@@ -215,7 +215,8 @@ class Interpreter:
                     "capture a tensor made for this call's sizes"
                 )
         varying = [i for i, index in enumerate(indices) if isinstance(index, IntervalStep)]
-        if len(varying) != 1:
+        # A constant interval may be the bounds of a value that differs between elements.
+        if len(varying) != 1 or any(not torch.equal(i.lo, i.hi) for i in indices if not isinstance(i, IntervalStep)):
             # A scalar expanded to any size is stored once, so reduce a single entry.
             stored = table if any(table.stride()) or not table.numel() else table[(0,) * table.ndim]
             table_bounds = Interval(*(x.reshape(1).to(carrier(dtype)) for x in (stored.amin(), stored.amax())))
