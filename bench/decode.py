@@ -123,7 +123,9 @@ ROWS = [
     *(
         Row(name=f"MLA, {heads} heads, {name}, pages of 64", lengths=lengths, page_size=64, heads=heads, latent=True)
         for heads in (16, 64, 128)
-        for name, lengths in (("32 x 4k", [4096] * 32), ("128 x 8k", [8192] * 128), ("1 x 131k", [131072]))
+        for name, lengths in (
+            ("32 x 4k", [4096] * 32), ("32 x 16k", [16384] * 32), ("128 x 8k", [8192] * 128), ("1 x 131k", [131072]),
+        )
     ),
     Row(name="chunk of 512 over 131k, pages of 64", lengths=[131072], queries=512, page_size=64, options=causal),
 ]  # fmt: skip
@@ -136,7 +138,11 @@ def randn(*shape: int) -> torch.Tensor:
 def contiguous_calls(row: Row) -> dict[str, Callable[[], Any]]:
     """longspan and its peers over contiguous KV."""
     batch, length = len(row.lengths), row.lengths[0]
-    q, k, v = randn(batch, HEADS, row.queries, DIM), randn(batch, KV_HEADS, length, DIM), randn(batch, KV_HEADS, length, DIM)
+    key_dim, value_dim = row.dims
+    q, k, v = (
+        randn(batch, heads, n, dim)
+        for heads, n, dim in ((row.heads, row.queries, key_dim), (row.kv_heads, length, key_dim), (row.kv_heads, length, value_dim))
+    )
     calls: dict[str, Callable[[], Any]] = {"longspan": lambda: ls.attention(q, k, v)}
     flash, backend = torch.nn.functional.scaled_dot_product_attention, torch.nn.attention.SDPBackend.FLASH_ATTENTION
 

@@ -170,6 +170,19 @@ def test_ctas_with_several_splits_match_float64_and_change_no_bit() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
+def test_many_splits_match_float64_and_are_merged_alone_as_in_a_batch() -> None:
+    case = Latent([300, 9000, 17000, 40000], [1, 1, 1, 1], heads=40)  # 9, 17 and 40 partial results
+    check(case)
+    together, _ = case.attend("auto")
+    for i in range(4):
+        alone = Latent([1], [1], heads=40)
+        for name in ("lengths", "counts", "k", "q"):
+            setattr(alone, name, getattr(case, name)[i : i + 1])
+        assert torch.equal(alone.attend("auto")[0][0], together[i])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 def test_new_tokens_are_written_and_other_slots_are_left() -> None:
     case = Latent([130, 600], [66 - 2, 1], heads=3)
     cache, ids = case.cache()

@@ -416,6 +416,8 @@ def test_latent_splits_are_merged_by_the_number_of_their_groups(few: int, medium
     queries = decode_call.Queries(q, query_ranges([143, 39], [144, 40], [0, 1], [], q.device)[0], False)
     out, lse = decode_call.attend_pages(queries, pages, PagedWork(scale=0.2))
     for i, length in enumerate((144, 40)):
+        alone = decode_call.Queries(q[i : i + 1], query_ranges([length - 1], [length], [i], [], q.device)[0], False)
+        assert torch.equal(decode_call.attend_pages(alone, pages, PagedWork(scale=0.2))[0], out[i : i + 1])
         kept = k[i : i + 1, :, :length]
         expected = oracle(q[i : i + 1], kept, kept[..., :64], scale=0.2, return_lse=True)
         for got, right in zip((out, lse), expected, strict=True):

@@ -132,7 +132,7 @@ class SelectionGrid:
 
     @cached_property
     def every_tile(self) -> tuple[BlockTable, Tiling]:
-        """`table` and `tiling` of all coarse tiles. The same objects at every call: what kernels know of a table, they know by object."""
+        """`table` and `tiling` of all coarse tiles. Cached: kernels remember checks by table object."""
         tiles = torch.arange(self.tiles.kv.tiles)
         return self.table(tiles), self.tiling(tiles)
 

@@ -130,18 +130,18 @@ class ShardChoice:
             scale=options.scale,
             mask=program,
             mask_captured=captured,
-            mask_is_checked=True,  # those of the plan's mask by `rest`; the others by construction
+            mask_is_checked=True,  # lookups of the plan's mask: by `plan_work`; the others are in bounds by construction
             score=options.spec.score,
             score_captured=[t.to(self.indices.device) for t in score_captured],
             joint=joint,
         )
 
-    def rest(self, options: CallOptions) -> Work | None:
-        """All pairs of this rank's queries that the plan's mask lets them see, for checks; None if it has no mask."""
-        mask = self.plan.mask.program
-        if mask is None:
+    def plan_work(self, options: CallOptions) -> Work | None:
+        """All pairs that the plan's mask lets this rank's queries see, for checks of its lookups; None if it makes none."""
+        mask, captured = self.plan.mask.program, plan_cache.captured(self.plan, self.indices.device)
+        if mask is None or not captured:
             return None
-        (table, kv_tiles), captured = self.grid.every_tile, plan_cache.captured(self.plan, self.indices.device)
+        table, kv_tiles = self.grid.every_tile
         return Work(
             table=table, q_tiles=self.grid.q_tiling, kv_tiles=kv_tiles, scale=options.scale, mask=mask, mask_captured=captured
         )  # fmt: skip
@@ -156,7 +156,7 @@ def forward(inputs: CallTensors, options: CallOptions, plan: PlanData, selection
         local = choice.work(choice.grid.local_tiles, options, inputs.score_captured)
         whole = AttentionInputs(q=q, k=k, v=v)
         kernel, _ = choose(options.spec.kernel, [KernelCall(whole, local)])
-        for work in (choice.rest(options), local):
+        for work in (choice.plan_work(options), local):
             if work is not None:
                 kernel.check(whole, work)
         needed = needed_blocks(choice.indices, choice.grid.blocks, k.shape[1]).cpu()

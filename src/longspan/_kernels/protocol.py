@@ -75,7 +75,7 @@ class Work:
         first_batch, first_head: Batch row and query head of a larger attention at which these tensors start: programs read
             b + first_batch and h + first_head.
         mask_is_fixed: `mask_captured` never changes, so a CUDA graph may capture the call.
-        mask_is_checked: All lookups of `mask` in `mask_captured` are in bounds.
+        mask_is_checked: Kernels need not check lookups of `mask` in `mask_captured`: they were checked, or are in bounds by construction.
         complete_q_tiles: A hint, a bool per query tile, on the host: no later step has KV for this query tile. None in the last step, and
             in every step if a tile completes at different steps in different heads. A kernel may write the final out of these rows now;
             then their rows of `State.out` are undefined. Their lse stays in the state.

@@ -154,8 +154,8 @@ def selected_table(kinds: Tensor, rest: BlockTable, heads: int) -> BlockTable:
     if rest.heads > 1:
         kinds = kinds.repeat_interleave(heads // kinds.shape[1], 1)
     kinds = torch.minimum(kinds, rest.to_dense())  # EMPTY < PARTIAL < FULL
-    batch, choices, q_tiles, kv_tiles = kinds.shape
-    by_row = kinds.reshape(batch * choices * q_tiles, kv_tiles)
+    batch, table_heads, q_tiles, kv_tiles = kinds.shape
+    by_row = kinds.reshape(batch * table_heads * q_tiles, kv_tiles)
     row, column = by_row.nonzero(as_tuple=True)
     kind = by_row[row, column]
     row, first, last, kind = join_neighbours(row, column, column, kind)
@@ -164,31 +164,26 @@ def selected_table(kinds: Tensor, rest: BlockTable, heads: int) -> BlockTable:
         kv_len=rest.kv_len,
         block=rest.block,
         batch=batch,
-        heads=choices,
-        ptr=row_pointers(row, batch * choices * q_tiles),
+        heads=table_heads,
+        ptr=row_pointers(row, batch * table_heads * q_tiles),
         first=first.int(),
         last=last.int(),
         kind=kind,
         tiles=(q_tiles, kv_tiles),
     )
-    return table if choices == 1 else repeat_heads(table, heads // choices)
+    return table if table_heads == 1 else repeat_heads(table, heads // table_heads)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class RepeatedHeads(BlockTable):
-    """A table of which every `copies` heads that follow each other are equal, as query heads of one choice are.
+    """The block table `base` with each head `copies` times: query heads that share a choice. Not for `dataclasses.replace`."""
 
-    Attributes:
-        once: The table with one of them.
-        copies: Heads per head of `once`.
-    """
-
-    once: BlockTable
+    base: BlockTable
     copies: int
 
     @cached_property
     def transposed(self) -> BlockTable:
-        return repeat_heads(self.once.transposed, self.copies)
+        return repeat_heads(self.base.transposed, self.copies)
 
 
 def repeat_heads(table: BlockTable, copies: int) -> BlockTable:
@@ -210,7 +205,7 @@ def repeat_heads(table: BlockTable, copies: int) -> BlockTable:
         last=table.last[run],
         kind=table.kind[run],
         tiles=table.tiles,
-        once=table,
+        base=table,
         copies=copies,
     )
 

@@ -4,7 +4,7 @@ Kernels clamp every index, since padding rows compute arbitrary ones. Without a 
 a number where torch raises. The check raises only where the error is certain: the program was evaluated at such a pair on the host, and
 the looked-up value is not discarded by the mask, by the other branch of a `where`, or by a factor 0.
 
-Evaluated once per block table, programs, sizes and lengths:
+Evaluated once per block table, programs, sizes and lengths; for a mask, unless `Work.mask_is_checked`:
 1. interval bounds; if they prove all lookups in bounds, nothing else;
 2. every pair of a small attention; of a large one, every position for lookups by query alone or by key alone, and for other lookups the
    corners of tiles and 2¹⁷ sampled pairs. Of keys chosen at run time, corners of chosen blocks, of the first choice.

@@ -193,6 +193,7 @@ def _give_weights(
     sums, p = summed(p), p.to(tiles.k_rest.dtype)
     p, sums, m, rescale = checked(p, sums, m, s, factor)
     tiles.max.index(slot).store(gl.convert_layout(gl.max(m, 1), gl.SliceLayout(1, layout)))
+    # No barrier before P replaces keys: scores are one wgmma group of all four warps, so none of them reads the keys after the wait.
     tile_2d(tiles.k_rest, slot).store(gl.convert_layout(gl.reshape(p, [ROWS, KEYS]), layout))
     fence_async_shared()
     mbarrier.arrive(bars.p_full.index(slot), count=1)
@@ -291,9 +292,9 @@ def _value_group(q_base, q_stride, place, to, tiles, bars, R: gl.constexpr, W: g
         blocks = (part.end - part.begin + KEYS - 1) // KEYS
         for b in range(blocks):
             mbarrier.wait(bars.p_full.index(rest), rest_phase)
-            raised = gl.expand_dims(tiles.max.index(rest).load(gl.SliceLayout(1, m.type.layout)), 1)
-            acc = rescaled(acc, gl.exp2(m - raised), out_layout)
-            m = gl.broadcast(m, raised)[1]
+            new_m = gl.expand_dims(tiles.max.index(rest).load(gl.SliceLayout(1, m.type.layout)), 1)
+            acc = rescaled(acc, gl.exp2(m - new_m), out_layout)
+            m = gl.broadcast(m, new_m)[1]
             mbarrier.wait(bars.k.full.index(slot), phase)
             left = part.end - part.begin - b * KEYS
             if left < KEYS:

@@ -152,10 +152,10 @@ def merge_kernel(
 ):  # fmt: skip
     """A part of out, and lse, of one query of one head. PARTS: CTAs of a row.
 
-    A row of at most FEW groups of splits is merged at once, FEW_PART elements per CTA. A row of at most MEDIUM_GROUPS is merged MEDIUM
-    groups at a time, FEW_PART elements per CTA; a row of more, MANY groups at a time, MANY_PART elements per CTA. MEDIUM and MANY are 0 if
-    no sequence has so many groups. GROUPED: each partial result is of a group; else of a split, at most SPLITS per group, and the splits
-    of a group are merged in turn, as `attend_keys` merges them.
+    A row of at most FEW groups of splits is merged at once, FEW_PART elements per CTA. A row of at most MEDIUM_GROUPS ≥ FEW is merged
+    MEDIUM groups at a time, FEW_PART elements per CTA; a row of more, MANY groups at a time, MANY_PART elements per CTA. MEDIUM and MANY
+    are 0 if no sequence has so many groups. GROUPED: each partial result is of a group; else of a split, at most SPLITS per group, and the
+    splits of a group are merged in turn, as `attend_keys` merges them.
 
     EARLY: launched while decode_kernel runs, whose results it waits for; decode_kernel does not write the ranges.
     """
