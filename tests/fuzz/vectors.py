@@ -31,12 +31,12 @@ def vector_mask(case: dict[str, Any], rng: Random, seed: int) -> mods.Spec:
         f"(t0 + kv).cumsum(0)[-1] % {rng.choice((2, 3))} == q % 2",
         "t0.flip(0)[kv % t0.shape[0]] <= q",
     )
-    unit = rng.choice((1, case["tile"]))  # with whole tiles of one row, a table decides whole squares
+    unit = rng.choice((1, case["tile"], case["tile"]))  # with whole tiles of one row, a table decides whole squares
     shape = rng.choice(([longest // unit + 1, 4], [4, longest // unit + 1]))
     position, counted = rng.choice(((f"q // {unit}", "kv"), (f"kv // {unit}", "q")))
     count = rng.choice((f"(t0 <= {counted}).sum().clamp(0, 3)", f"({counted} ^ -7) & 3", f"((t0 <= {counted}).sum() & 3)"))
     indices = f"{position}, {count}" if shape[1] == 4 else f"{count}, {position}"  # either, if both dims are 4
     table = {"kind": "int", "seed": seed + 1, "low": 0, "high": 9, "shape": shape}
-    text = rng.choice((*every, *[f"t1[{indices}] {rng.choice(('> 4', '<= q % 7', '!= 8'))}"] * 3))
+    text = rng.choice((rng.choice(every), f"t1[{indices}] {rng.choice(('> 4', '<= q % 7', '!= 8'))}"))
     captures = [starts, table] if "t1" in text else [starts]
     return {"op": "mod", "name": "vectors", "text": text, "captures": captures, "vectors": True}
