@@ -142,7 +142,7 @@ def test_heads_divide_among_a_ulysses_group(heads: int, kv_heads: int | None, fi
     if fits:
         assert made.plans()[0].degree == 3
         return
-    with pytest.raises(ValueError, match=r"strategy 'ulysses_ring': .* Use 'exchange' or 'ring', or a mesh with another Ulysses degree"):
+    with pytest.raises(ValueError, match=r"strategy 'ulysses_ring': .* Use 'exchange' or 'ring' over a mesh of one axis, or a mesh"):
         made.plans()
 
 

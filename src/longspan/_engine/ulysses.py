@@ -30,7 +30,8 @@ class UlyssesTranspose:
     def __post_init__(self) -> None:
         reason = ulysses_error(self.group.size, self.heads, self.kv_heads)
         if reason:
-            raise ValueError(f"strategy 'ulysses': {reason}. Use 'exchange' or 'ring', or a mesh with another Ulysses degree")
+            advice = "Use 'exchange' or 'ring' over a mesh of one axis, or a mesh with another Ulysses degree"
+            raise ValueError(f"strategy 'ulysses': {reason}. {advice}")
 
     @property
     def local_heads(self) -> range:

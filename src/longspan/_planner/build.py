@@ -122,7 +122,8 @@ class PlanBuilder:
             return
         reason = ulysses_error(self.request.mesh.axes[strategy.head_axis].size, heads, kv_heads or heads)
         if reason:
-            raise ValueError(f"strategy {strategy.name!r}: {reason}. Use 'exchange' or 'ring', or a mesh with another Ulysses degree")
+            advice = "Use 'exchange' or 'ring' over a mesh of one axis, or a mesh with another Ulysses degree"
+            raise ValueError(f"strategy {strategy.name!r}: {reason}. {advice}")
 
     def _check_stages(self, strategy: Strategy) -> None:
         """Raises ValueError where the strategy or the schedule has another number of stages than was asked for."""
