@@ -397,33 +397,6 @@ def test_latent_heads_match_the_oracle_and_hide_a_nan(heads: int, dtype: torch.d
     torch.testing.assert_close(outs[0].double(), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-3)
 
 
-@pytest.mark.parametrize(
-    ("few", "medium", "medium_groups"),
-    [(4, 16, 32), (1, 1, 3), (1, 2, 3), (1, 16, 32), (1, 2, 2)],
-    ids=["at once", "in turn", "two at a time", "as medium", "as many"],
-)
-def test_latent_splits_are_merged_by_the_number_of_their_groups(few: int, medium: int, medium_groups: int, monkeypatch: Any) -> None:
-    """Three splits of 64 keys, and one of a shorter sequence."""
-    monkeypatch.setattr(decode_call, "SMALLEST_SPLIT", 64)
-    monkeypatch.setattr(decode_call, "_FEW_LATENT", few)
-    monkeypatch.setattr(decode_call, "_MEDIUM_LATENT", medium)
-    monkeypatch.setattr(decode_call, "_MEDIUM_GROUPS", medium_groups)
-    decode_call._launches.cache_clear()
-    generator = torch.Generator().manual_seed(1)
-    q, k = (torch.randn(2, h, n, 96, generator=generator).to(DEVICE) for h, n in ((5, 1), (1, 144)))
-    table = torch.arange(18, dtype=torch.int32, device=DEVICE).view(2, 9)
-    pages = PagedKV(k=k.view(18, 1, 16, 96), v=k.view(18, 1, 16, 96)[..., :64], table=table, shared=True)
-    queries = decode_call.Queries(q, query_ranges([143, 39], [144, 40], [0, 1], [], q.device)[0], False)
-    out, lse = decode_call.attend_pages(queries, pages, PagedWork(scale=0.2))
-    for i, length in enumerate((144, 40)):
-        alone = decode_call.Queries(q[i : i + 1], query_ranges([length - 1], [length], [i], [], q.device)[0], False)
-        assert torch.equal(decode_call.attend_pages(alone, pages, PagedWork(scale=0.2))[0], out[i : i + 1])
-        kept = k[i : i + 1, :, :length]
-        expected = oracle(q[i : i + 1], kept, kept[..., :64], scale=0.2, return_lse=True)
-        for got, right in zip((out, lse), expected, strict=True):
-            torch.testing.assert_close(got[i : i + 1].double(), right, rtol=0, atol=1e-5)
-
-
 @pytest.mark.skipif(DEVICE == "cuda", reason="needs 4 GiB")
 def test_heads_of_a_long_prefill_are_further_apart_than_32_bits() -> None:
     """Keys [1, 3, 1, 16] of which head 2 begins at element 2³¹, in 4 GiB of memory that is not touched otherwise."""

@@ -137,7 +137,7 @@ class ShardChoice:
         )
 
     def plan_work(self, options: CallOptions) -> Work | None:
-        """All pairs that the plan's mask lets this rank's queries see, for checks of its lookups; None if it makes none."""
+        """The plan's mask alone over this rank's queries, for checks of its lookups. None if the mask captures no tensor."""
         mask, captured = self.plan.mask.program, plan_cache.captured(self.plan, self.indices.device)
         if mask is None or not captured:
             return None
